@@ -1,0 +1,6 @@
+"""Hypothesis without a deadline: the tests run on shared, busy cores, where a time limit for one example says nothing."""
+
+from hypothesis import settings
+
+settings.register_profile("diffusion", deadline=None, max_examples=60)
+settings.load_profile("diffusion")

@@ -1,0 +1,169 @@
+"""veRL's reward manager for pictures: sums, reports, and failures that never become a value."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from verl import DataProto
+
+from verl_digen.rewards.manager import DiffusionRewardManager, RewardError
+
+
+def sample(**changes):
+    fields = {
+        "prompt": "a handwritten seven",
+        "ground_truth": "7",
+        "data_source": "digits",
+        "uid": "g1-0-3",
+        "sample": 5,
+        "extra_info": {"index": 1},
+        **changes,
+    }
+    arrays = {key: np.array([value], dtype=object) for key, value in fields.items() if value is not None}
+    return DataProto.from_dict(tensors={"pixels": torch.zeros(1, 8, 8, 1, dtype=torch.uint8)}, non_tensors=arrays)
+
+
+def manager(rewards=None, compute_score=None, **custom):
+    config = OmegaConf.create(
+        {
+            "trainer": {"v1": {"digen": {"rewards": rewards or {}}}},
+            "reward": {"custom_reward_function": {"path": None, **custom}},
+        }
+    )
+    return DiffusionRewardManager(config, None, compute_score)
+
+
+def score(manager, **changes):
+    return asyncio.run(manager.run_single(sample(**changes)))
+
+
+@pytest.fixture
+def reward_file(tmp_path):
+    file = tmp_path / "my_rewards.py"
+    file.write_text(
+        "def size(images, prompt, ground_truth, extra, factor=1):\n"
+        "    return {'score': factor * images.size, 'acc': 0.5, 'index': extra['index']}\n"
+        "async def later(images, prompt, ground_truth, extra):\n"
+        "    return float(ground_truth)\n"
+    )
+    return str(file)
+
+
+def test_weighted_sum_and_every_single_reward(reward_file):
+    rewards = {
+        "digit_classifier": {"weight": 2.0},
+        "small": {"name": "jpeg_compressibility", "weight": 0.5, "kwargs": {"quality": 50}},
+        "size": {"path": reward_file, "kwargs": {"factor": 3}, "weight": 0},
+        "later": {"path": reward_file},
+    }
+    result = score(manager(rewards))
+    info = result["reward_extra_info"]
+    assert info["reward/size"] == 3 * 64 and info["index"] == 1 and info["reward/later"] == 7.0
+    assert info["acc"] in (0.0, 1.0) and info["size/acc"] == 0.5  # the earlier reward keeps the short name
+    expected = 2 * info["reward/digit_classifier"] + 0.5 * info["reward/small"] + 7.0
+    assert result["reward_score"] == pytest.approx(expected)
+    assert info["reward/small"] == -info["jpeg_kb"]
+
+
+def check_arguments(data_source, solution_image, ground_truth, extra_info, prompt):
+    assert (data_source, ground_truth, extra_info, prompt) == ("digits", "7", {"index": 1}, "a handwritten seven")
+    assert solution_image.dtype == np.uint8 and solution_image.shape == (8, 8, 1)
+    return {"score": 4.0, "note": "x"}
+
+
+async def check_arguments_async(**arguments):
+    return check_arguments(**arguments)["score"]
+
+
+@pytest.mark.parametrize("function", [check_arguments, check_arguments_async])
+@pytest.mark.parametrize(("options", "weight"), [({}, 1), ({"weight": 0.25}, 0.25), ({"weight": 0}, 0)])
+def test_custom_reward_function_of_verl(function, options, weight):
+    result = score(manager(compute_score=function, path="file.py", name="f", **options))
+    assert result["reward_score"] == 4.0 * weight and result["reward_extra_info"]["reward/custom"] == 4.0
+
+
+def test_verls_default_function_is_not_used_unless_asked_for():
+    result = score(manager({"jpeg_compressibility": None}, compute_score=lambda **_: 1 / 0))
+    assert "reward/custom" not in result["reward_extra_info"]
+
+
+def fail(**_):
+    raise KeyError("boom")
+
+
+async def fail_async(**_):
+    raise TimeoutError("no answer in 5 s")
+
+
+@pytest.mark.parametrize(
+    ("function", "cause"),
+    [
+        (fail, "KeyError: 'boom'"),
+        (fail_async, "TimeoutError: no answer in 5 s"),
+        (lambda **_: {"acc": 1.0}, "no 'score'.*it gave acc"),
+        (lambda **_: {}, "no 'score'.*it gave nothing"),
+        (lambda **_: float("nan"), "score nan"),
+        (lambda **_: {"score": np.float32("inf")}, "score .*inf"),
+        (lambda **_: None, "score None"),
+        (lambda **_: "0.5", "score '0.5'"),
+        (lambda **_: np.zeros(2), "score array"),
+    ],
+)
+def test_a_failure_is_an_error_that_names_reward_and_sample(function, cause):
+    failing = manager({"jpeg_compressibility": {}}, compute_score=function, path="file.py", name="f")
+    with pytest.raises(RewardError, match=cause) as error:
+        score(failing)
+    for part in ("'custom'", "uid=g1-0-3", "j=5", "'a handwritten seven'"):
+        assert part in str(error.value)
+
+
+def test_numbers_of_numpy_and_torch_are_scores():
+    for value in (np.float32(0.5), torch.tensor(0.5), np.array(0.5), 0.5):
+        result = score(manager(compute_score=lambda value=value, **_: value, path="file.py", name="f"))
+        assert result["reward_score"] == 0.5 and type(result["reward_score"]) is float
+
+
+def test_blocking_functions_do_not_block_the_loop():
+    slow = manager(compute_score=lambda **_: time.sleep(0.2) or 1.0, path="file.py", name="f")
+
+    async def many():
+        return await asyncio.gather(*(slow.run_single(sample()) for _ in range(4)))
+
+    start = time.perf_counter()
+    assert [result["reward_score"] for result in asyncio.run(many())] == [1.0] * 4
+    assert time.perf_counter() - start < 0.7
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ({"beauty": {}}, "unknown reward 'beauty'; available: .*digit_classifier"),
+        ({"digit_classifier": {"wieght": 1}}, "unknown option.* wieght; known: kwargs, name, path, weight"),
+        ({"digit_classifier": {"weight": float("inf")}}, "weight must be a finite number, got inf"),
+        ({"digit_classifier": {"weight": "heavy"}}, "weight must be a finite number, got 'heavy'"),
+        ({"mine": {"path": "/nowhere/file.py"}}, "reward 'mine': no file /nowhere/file.py"),
+        ({"custom": {"name": "digit_classifier"}}, "'custom' is kept for"),
+        ({}, "no reward is configured"),
+    ],
+)
+def test_wrong_configuration_is_refused_at_construction(rewards, message):
+    with pytest.raises(ValueError, match=message):
+        manager(rewards)
+
+
+def test_function_missing_from_a_file(reward_file):
+    with pytest.raises(ValueError, match=r"my_rewards.py has no function 'colour'"):
+        manager({"colour": {"path": reward_file}})
+
+
+def test_incomplete_samples_are_refused():
+    with pytest.raises(ValueError, match="lacks ground_truth, uid"):
+        score(manager({"jpeg_compressibility": {}}), ground_truth=None, uid=None)
+    two = DataProto.concat([sample(), sample()])
+    with pytest.raises(ValueError, match="scores one sample, got 2"):
+        asyncio.run(manager({"jpeg_compressibility": {}}).run_single(two))

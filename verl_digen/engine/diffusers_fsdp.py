@@ -1,0 +1,259 @@
+"""The training engine: a diffusers transformer, whole on one rank or sharded by FSDP2, on veRL's engine registry.
+
+veRL's :class:`FSDPEngine` gives the device mesh, the LR schedule, the train and eval contexts and the offload hooks;
+this class replaces what is specific to language models. The unit of work is a tile (:mod:`verl_digen.engine.tiles`),
+not a micro-batch of tokens.
+
+Dtypes: master weights, optimizer state and losses are in the arithmetic dtype (float32, or float64 in equivalence
+tests); forward and backward run in ``model.dtype`` through FSDP2's mixed precision. One rank with equal dtypes is not
+wrapped at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from verl.utils.device import get_device_name
+from verl.workers.config.optimizer import build_optimizer
+from verl.workers.engine.base import BaseEngineCtx
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+from verl_digen.config.digen import DigenConfig
+from verl_digen.engine.ema import ParameterEMA
+from verl_digen.engine.lora import adapter_disabled, add_lora
+from verl_digen.models.family import family_for
+
+
+class NonFiniteGradientError(FloatingPointError):
+    """The gradient norm of a transaction is not finite; nothing was stepped."""
+
+
+class _ModeCtx(BaseEngineCtx):
+    """Loads offloaded parts before the work and offloads them after it; keeps gradients of an open transaction."""
+
+    def __enter__(self):
+        super().__enter__()
+        self.engine.module.train(self.mode == "train")
+
+
+class DiffusersFSDPEngine(FSDPEngine):
+    """Engine of model type ``diffusion_model``, backend ``fsdp2``, for cuda, npu and cpu."""
+
+    def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
+        if engine_config.ulysses_sequence_parallel_size != 1:
+            raise ValueError(
+                "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size="
+                f"{engine_config.ulysses_sequence_parallel_size}: diffusion models train without sequence parallelism; "
+                "set it to 1"
+            )
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self.reference = None
+        self.ema = None
+
+    def configure(self, digen: DigenConfig, *, with_reference: bool, seed: int) -> None:
+        """Options that veRL's worker config has no place for; call before :meth:`initialize`.
+
+        Args:
+            with_reference: a KL to the initial policy is in the loss (LoRA: the adapter switched off; full: a frozen
+                second module).
+            seed: draws the LoRA initialisation, the same on every rank and replica.
+        """
+        self.digen = digen
+        self.with_reference = with_reference
+        self.seed = seed
+        self.master_dtype = getattr(torch, digen.arithmetic)
+        self.compute_dtype = getattr(torch, self.model_config.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        name = get_device_name()
+        return torch.device(name if name == "cpu" else f"{name}:{self._device_index()}")
+
+    @staticmethod
+    def _device_index() -> int:
+        from verl.utils.device import get_device_id
+
+        return get_device_id()
+
+    # ---- building ------------------------------------------------------------------------------------------
+
+    def initialize(self) -> None:
+        """Load, adapt, shard; build optimizer, LR schedule, reference and EMA; offload what the config says."""
+        base_dtype = self.compute_dtype if self._is_lora else self.master_dtype
+        family_cls = family_for(self.model_config.path, self.model_config.family)
+        self.family = family_cls(self.model_config.path, dtype=base_dtype, device=self.device)
+        self.family.compute_dtype = self.compute_dtype
+        self.module = self._wrap(self._build_module())
+        if self.with_reference and not self._is_lora:
+            self.reference = self._wrap(
+                self.family.load_transformer(attention_backend=self.model_config.attention_backend)
+            ).requires_grad_(False)
+        if not self.engine_config.forward_only:
+            self.optimizer = build_optimizer(self.trainable_parameters(), self.optimizer_config)
+            self.lr_scheduler = self._build_lr_scheduler(self.optimizer)
+        if self.digen.ema.enable:
+            self.ema = ParameterEMA(self.named_trainable(), decay=self.digen.ema.decay, every=self.digen.ema.every)
+        self.to("cpu", model=self._is_offload_param, optimizer=self._is_offload_optimizer, grad=self._is_offload_param)
+
+    def _build_module(self) -> torch.nn.Module:
+        module = self.family.load_transformer(attention_backend=self.model_config.attention_backend)
+        self.lora_bound = 0
+        if self._is_lora:
+            self.lora_bound = add_lora(
+                module,
+                rank=self.model_config.lora_rank,
+                alpha=self.model_config.lora_alpha,
+                target_modules=self.model_config.target_modules or self.family.lora_target_modules,
+                dtype=self.master_dtype,
+                seed=self.seed,
+            )
+            if self.model_config.lora_adapter_path:
+                self._load_adapter(module, self.model_config.lora_adapter_path)
+        else:
+            module.requires_grad_(True)
+        if self.model_config.enable_gradient_checkpointing:
+            module.enable_gradient_checkpointing()
+        return module
+
+    @staticmethod
+    def _load_adapter(module: torch.nn.Module, path: str) -> None:
+        from verl_digen.engine.checkpoint import load_tensors
+
+        tensors = load_tensors(path)
+        own = {name: p for name, p in module.named_parameters() if "lora_" in name}
+        if set(tensors) != set(own):
+            raise ValueError(
+                f"actor_rollout_ref.model.lora_adapter_path={path}: {len(set(tensors) & set(own))} of {len(own)} adapter "
+                f"tensors found by name, {len(set(tensors) - set(own))} unknown; rank and target_modules must be those "
+                "the adapter was trained with"
+            )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(tensors[name])
+
+    def _wrap(self, module: torch.nn.Module) -> torch.nn.Module:
+        world = torch.distributed.get_world_size()
+        parameters_dtype = {p.dtype for p in module.parameters() if p.is_floating_point()}
+        if world == 1 and parameters_dtype == {self.compute_dtype} and not self.engine_config.offload_policy:
+            return module
+        blocks = set(getattr(module, "_no_split_modules", None) or ())
+        options = {
+            "mesh": self.device_mesh,
+            "reshard_after_forward": self.engine_config.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=self.compute_dtype, reduce_dtype=self.master_dtype, cast_forward_inputs=False
+            ),
+        }
+        if self.engine_config.offload_policy:
+            options["offload_policy"] = CPUOffloadPolicy()
+        for child in module.modules():
+            if type(child).__name__ in blocks:
+                fully_shard(child, **options)
+        return fully_shard(module, **options)
+
+    # ---- parameters ----------------------------------------------------------------------------------------
+
+    def named_trainable(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Trained parameters with their names in the unsharded transformer."""
+        return ((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
+
+    def trainable_parameters(self) -> list[torch.nn.Parameter]:
+        return [p for _, p in self.named_trainable()]
+
+    def get_per_tensor_param(self, **_) -> tuple[Iterator[tuple[str, torch.Tensor]], dict | None]:
+        """What a publish sends: LoRA tensors only for LoRA, else every parameter; whole tensors in the compute dtype.
+
+        All ranks must iterate together (each tensor is gathered).
+        """
+
+        def tensors():
+            for name, parameter in self.named_trainable():
+                value = parameter.detach()
+                value = value.full_tensor() if isinstance(value, DTensor) else value
+                yield name, value.to(self.compute_dtype)
+
+        return tensors(), {"tensors": self.lora_bound} if self._is_lora else None
+
+    @contextmanager
+    def reference_policy(self):
+        """The module to call for the reference prediction inside the context."""
+        if self._is_lora:
+            with adapter_disabled(self.module):
+                yield self.module
+        else:
+            yield self.reference
+
+    @contextmanager
+    def gradient_sync(self, enabled: bool):
+        """Reduce gradients over the ranks in this backward, or keep them unsharded until a later one."""
+        if not isinstance(self.module, FSDPModule) or enabled:
+            yield
+            return
+        self.module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.module.set_requires_gradient_sync(True)
+
+    def averaged_weights(self):
+        """Context in which the module holds the EMA weights."""
+        return self.ema.swapped_in() if self.ema is not None else nullcontext()
+
+    # ---- stepping ------------------------------------------------------------------------------------------
+
+    def optimizer_step(self) -> float:
+        """Clip, step, and return the gradient norm before clipping.
+
+        Raises:
+            NonFiniteGradientError: the norm is not finite; weights and optimizer state are untouched.
+        """
+        parameters = [p for p in self.trainable_parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        value = float(norm)
+        if not torch.isfinite(norm):
+            raise NonFiniteGradientError(f"gradient norm is {value}; nothing was stepped")
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.optimizer_config.clip_grad, norm.to(self.device))
+        self.optimizer.step()
+        return value
+
+    def train_mode(self, **kwargs):
+        return _ModeCtx(self, "train", **kwargs)
+
+    def eval_mode(self, **kwargs):
+        return _ModeCtx(self, "eval", **kwargs)
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move parameters (with their gradients) and optimizer state to ``cpu`` or the training device."""
+        target = torch.device("cpu") if device == "cpu" else self.device
+        if target == torch.device("cpu") and self.device == target:
+            return
+        if model:
+            self.module.to(target, non_blocking=True)
+            if self.reference is not None:
+                self.reference.to(target, non_blocking=True)
+        if optimizer and getattr(self, "optimizer", None) is not None:
+            for state in self.optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.dim() > 0:
+                        state[key] = value.to(target, non_blocking=True)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **_) -> None:
+        """Write model, optimizer, LR schedule and EMA below ``local_path`` (safetensors and JSON)."""
+        from verl_digen.engine.checkpoint import save_engine
+
+        if hdfs_path is not None:
+            raise ValueError("trainer.default_hdfs_dir: checkpoints are written to local or mounted paths only")
+        save_engine(self, local_path)
+
+    def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False, **_) -> None:
+        """Read what :meth:`save_checkpoint` wrote, on any number of ranks."""
+        from verl_digen.engine.checkpoint import load_engine
+
+        load_engine(self, local_path)

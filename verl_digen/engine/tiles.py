@@ -1,0 +1,129 @@
+"""Tiles: which cells (sample × trained transition) go through one forward and backward together.
+
+A cell carries its own sigma, so a tile may mix samples and transitions freely. With TSP off a tile holds samples at
+one position of their recorded transitions; with TSP on the cells are flattened sample by sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRow:
+    """What the Trainer needs of one sample.
+
+    Attributes:
+        uid: prompt group.
+        j: place in the group.
+        latents: [R, ...latent] recorded states.
+        sigmas: [R] their sigmas, the sampler's own values.
+        starts: K positions; transition k goes from state ``starts[k]`` to ``starts[k] + 1``.
+        log_probs: [K] rollout log-probs (mean over latent dimensions).
+        advantage: scalar.
+        cond, negative: prompt tensors without batch dimension; shared by the samples of a group.
+    """
+
+    uid: str
+    j: int
+    latents: torch.Tensor
+    sigmas: torch.Tensor
+    starts: tuple[int, ...]
+    log_probs: torch.Tensor
+    advantage: float
+    cond: Mapping[str, torch.Tensor]
+    negative: Mapping[str, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """One forward and backward: C cells.
+
+    Attributes:
+        x, x_next: [C, ...latent]; sigma, sigma_next, log_prob_rollout, advantage, weight: [C].
+        transition: [C] position k of the cell in its sample, for metrics by transition.
+        cond, negative: tensors [C, ...].
+    """
+
+    x: torch.Tensor
+    x_next: torch.Tensor
+    sigma: torch.Tensor
+    sigma_next: torch.Tensor
+    log_prob_rollout: torch.Tensor
+    advantage: torch.Tensor
+    weight: torch.Tensor
+    transition: torch.Tensor
+    cond: dict[str, torch.Tensor]
+    negative: dict[str, torch.Tensor] | None
+
+
+def plan_tiles(transitions: Sequence[int], *, max_cells: int | None, tsp: bool) -> list[list[tuple[int, int]]]:
+    """Cut the cells of some samples into tiles.
+
+    Args:
+        transitions: K of each sample.
+        max_cells: most cells in a tile, or None.
+        tsp: whether a tile may span transitions.
+
+    Returns:
+        Tiles as lists of (sample, k); every cell exactly once; sizes differ by at most one within a row of tiles.
+    """
+    if tsp:
+        rows = [[(s, k) for s, count in enumerate(transitions) for k in range(count)]]
+    else:
+        rows = [
+            [(s, k) for s, count in enumerate(transitions) if k < count] for k in range(max(transitions, default=0))
+        ]
+    tiles = []
+    for row in rows:
+        if not row:
+            continue
+        pieces = 1 if max_cells is None else -(-len(row) // max_cells)
+        base, extra = divmod(len(row), pieces)
+        start = 0
+        for piece in range(pieces):
+            size = base + (piece < extra)
+            tiles.append(row[start : start + size])
+            start += size
+    return tiles
+
+
+def count_tiles(transitions: Sequence[int], *, max_cells: int | None, tsp: bool) -> int:
+    """Number of tiles that :func:`plan_tiles` gives; ranks take the largest among them and fill up with idle tiles."""
+    return len(plan_tiles(transitions, max_cells=max_cells, tsp=tsp))
+
+
+def gather_tile(
+    rows: Sequence[SampleRow], cells: Sequence[tuple[int, int]], *, device, dtype, weight: float = 1.0
+) -> Tile:
+    """Stack the tensors of ``cells`` on ``device``; ``weight`` 0 makes an idle tile (all collectives, no gradient)."""
+    starts = [rows[s].starts[k] for s, k in cells]
+    samples = [rows[s] for s, _ in cells]
+
+    def stack(values, kind=dtype):
+        return torch.stack(list(values)).to(device=device, dtype=kind, non_blocking=True)
+
+    def scalars(values, kind=dtype):
+        return torch.tensor(list(values), dtype=kind).to(device, non_blocking=True)
+
+    def conditioning(pick):
+        first = pick(samples[0])
+        if first is None:
+            return None
+        return {name: torch.stack([pick(r)[name] for r in samples]).to(device, non_blocking=True) for name in first}
+
+    return Tile(
+        x=stack(r.latents[i] for r, i in zip(samples, starts, strict=True)),
+        x_next=stack(r.latents[i + 1] for r, i in zip(samples, starts, strict=True)),
+        sigma=stack(r.sigmas[i] for r, i in zip(samples, starts, strict=True)),
+        sigma_next=stack(r.sigmas[i + 1] for r, i in zip(samples, starts, strict=True)),
+        log_prob_rollout=stack(rows[s].log_probs[k] for s, k in cells),
+        advantage=scalars(r.advantage for r in samples),
+        weight=scalars([weight] * len(cells)),
+        transition=scalars((k for _, k in cells), torch.long),
+        cond=conditioning(lambda r: r.cond),
+        negative=conditioning(lambda r: r.negative),
+    )

@@ -1,0 +1,255 @@
+"""veRL's reward manager for pictures: several weighted rewards per sample, and never a value in place of a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+
+from verl_digen.rewards.functions import get_reward
+
+CUSTOM = "custom"
+_SAMPLE_FIELDS = ("pixels", "prompt", "ground_truth", "data_source", "uid", "sample")
+
+
+class RewardError(RuntimeError):
+    """A sample could not be judged. The message names the reward, the sample, its prompt and the cause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """One entry of ``trainer.v1.digen.rewards``.
+
+    Args:
+        weight: factor in the weighted sum; 0 only reports the reward.
+        path: file of a function of one's own; None takes a registered one.
+        name: name of the function; None takes the entry's own name.
+        kwargs: further arguments of the function.
+    """
+
+    weight: float = 1.0
+    path: str | None = None
+    name: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def load(self, label: str) -> Callable[..., Any]:
+        """The function ``fn(images, prompt, ground_truth, extra)``.
+
+        Raises:
+            ValueError: no such registered function, file, or function in the file.
+        """
+        name = self.name or label
+        if self.path is None:
+            function = get_reward(name)
+        else:
+            from verl.utils.import_utils import load_extern_object
+
+            if not Path(self.path).is_file():
+                raise ValueError(f"reward {label!r}: no file {self.path}")
+            try:
+                function = load_extern_object(module_path=self.path, object_name=name)
+            except AttributeError as error:
+                raise ValueError(f"reward {label!r}: {self.path} has no function {name!r}") from error
+        return functools.partial(function, **self.kwargs) if self.kwargs else function
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """What a reward sees of one sample."""
+
+    images: np.ndarray
+    prompt: str
+    ground_truth: str
+    data_source: str
+    extra: dict[str, Any]
+    where: str
+
+
+@dataclass(frozen=True)
+class _Reward:
+    label: str
+    weight: float
+    call: Callable[[_Sample], Any]
+    is_async: bool
+
+
+class DiffusionRewardManager(RewardManagerBase):
+    """Scores one picture or video by the rewards of ``config.trainer.v1.digen.rewards`` and the custom reward function.
+
+    Args:
+        config: veRL's configuration. If ``reward.custom_reward_function.path`` is set, ``compute_score`` is one more
+            reward, ``custom``, of weight ``reward.custom_reward_function.weight`` (default 1).
+        tokenizer: not used; veRL passes it to every manager.
+        compute_score: function or coroutine function, called with the keywords ``data_source``, ``solution_image``
+            (uint8), ``ground_truth``, ``extra_info`` and ``prompt``; returns a number or a mapping with ``score``.
+
+    Raises:
+        ValueError: an unknown reward, an unknown or unusable option, or no reward at all.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        compute_score: Callable[..., Any] | None,
+        reward_router_address: str | None = None,
+        reward_model_tokenizer: Any = None,
+    ) -> None:
+        super().__init__(config, tokenizer, compute_score)
+        self.rewards = [_configured(label, entry) for label, entry in _entries(config).items()]
+        custom = OmegaConf.select(config, "reward.custom_reward_function")
+        if custom is not None and custom.get("path"):
+            router = {}
+            if reward_router_address is not None:
+                router = {
+                    "reward_router_address": reward_router_address,
+                    "reward_model_tokenizer": reward_model_tokenizer,
+                }
+            weight = custom.get("weight")
+            self.rewards.append(_custom(compute_score, 1.0 if weight is None else weight, router))
+        if not self.rewards:
+            raise ValueError(
+                "no reward is configured: set trainer.v1.digen.rewards (for example {digit_classifier: {weight: 1.0}}) "
+                "or reward.custom_reward_function.path"
+            )
+
+    async def run_single(self, data: Any) -> dict[str, Any]:
+        """Score one sample.
+
+        Args:
+            data: a ``DataProto`` of one row: ``pixels`` uint8 [1, H, W, C] or [1, F, H, W, C], and in its
+                ``non_tensor_batch`` ``prompt``, ``ground_truth``, ``data_source``, ``uid``, ``sample``, ``extra_info``.
+
+        Returns:
+            ``reward_score``, the weighted sum, and ``reward_extra_info``: ``reward/<name>`` for every reward
+            and what the rewards report beside their score (``<name>/<key>`` where an earlier reward has that key).
+
+        Raises:
+            RewardError: a reward raised, or gave no finite ``score``.
+        """
+        sample = _read_sample(data)
+        results = await asyncio.gather(*(_score(reward, sample) for reward in self.rewards))
+        total, info = 0.0, {}
+        for reward, (score, _) in zip(self.rewards, results, strict=True):
+            total += reward.weight * score
+            info[f"reward/{reward.label}"] = score
+        for reward, (_, extras) in zip(self.rewards, results, strict=True):
+            for key, value in extras.items():
+                info[key if key not in info else f"{reward.label}/{key}"] = value
+        return {"reward_score": total, "reward_extra_info": info}
+
+
+def _entries(config: Any) -> dict[str, RewardConfig]:
+    node = OmegaConf.select(config, "trainer.v1.digen.rewards")
+    plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else (node or {})
+    known = set(RewardConfig.__dataclass_fields__)
+    entries = {}
+    for label, options in plain.items():
+        options = {key: value for key, value in (options or {}).items() if value is not None}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ValueError(
+                f"reward {label!r}: unknown option(s) {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+            )
+        if label == CUSTOM:
+            raise ValueError("the reward name 'custom' is kept for reward.custom_reward_function; choose another")
+        entries[label] = RewardConfig(**options)
+    return entries
+
+
+def _checked_weight(label: str, weight: Any) -> float:
+    if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
+        raise ValueError(f"reward {label!r}: weight must be a finite number, got {weight!r}")
+    return float(weight)
+
+
+def _configured(label: str, entry: RewardConfig) -> _Reward:
+    function = entry.load(label)
+
+    def call(sample: _Sample) -> Any:
+        return function(sample.images, sample.prompt, sample.ground_truth, dict(sample.extra))
+
+    return _Reward(label, _checked_weight(label, entry.weight), call, _is_async(function))
+
+
+def _custom(compute_score: Callable[..., Any] | None, weight: Any, router: dict[str, Any]) -> _Reward:
+    if compute_score is None:
+        raise ValueError("reward.custom_reward_function.path is set, but no function was loaded from it")
+
+    def call(sample: _Sample) -> Any:
+        return compute_score(
+            data_source=sample.data_source,
+            solution_image=sample.images,
+            ground_truth=sample.ground_truth,
+            extra_info=dict(sample.extra),
+            prompt=sample.prompt,
+            **router,
+        )
+
+    return _Reward(CUSTOM, _checked_weight(CUSTOM, weight), call, _is_async(compute_score))
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Whether to await the function's result, rather than to call it in a thread."""
+    method = getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__ counts too
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
+
+
+def _read_sample(data: Any) -> _Sample:
+    if len(data) != 1:
+        raise ValueError(f"run_single scores one sample, got {len(data)}")
+    item = data[0]
+    fields = item.non_tensor_batch
+    missing = [key for key in ("prompt", "ground_truth", "data_source", "uid", "sample") if key not in fields]
+    if missing or "pixels" not in item.batch:
+        raise ValueError(
+            f"a sample to score lacks {', '.join([*missing, *(['pixels'] * ('pixels' not in item.batch))])}"
+        )
+    images = np.asarray(item.batch["pixels"].cpu())
+    if images.dtype != np.uint8 or images.ndim not in (3, 4):
+        raise ValueError(f"pixels must be uint8 [H, W, C] or [F, H, W, C], got {images.dtype} {list(images.shape)}")
+    where = f"sample (uid={fields['uid']}, j={fields['sample']}), prompt {fields['prompt']!r}"
+    extra = dict(fields.get("extra_info") or {})
+    return _Sample(images, fields["prompt"], fields["ground_truth"], fields["data_source"], extra, where)
+
+
+async def _score(reward: _Reward, sample: _Sample) -> tuple[float, dict[str, Any]]:
+    """Score and extras of one reward; every failure becomes a RewardError that names reward and sample."""
+    try:
+        if reward.is_async:
+            result = await reward.call(sample)
+        else:
+            result = await asyncio.get_running_loop().run_in_executor(None, reward.call, sample)
+    except Exception as error:  # noqa: BLE001 - whatever a reward raises is reported with its sample
+        raise RewardError(
+            f"reward {reward.label!r} failed for {sample.where}: {type(error).__name__}: {error}"
+        ) from error
+    extras = dict(result) if isinstance(result, dict) else {"score": result}
+    if "score" not in extras:
+        raise RewardError(
+            f"reward {reward.label!r} gave no 'score' for {sample.where}: "
+            f"it gave {', '.join(map(str, extras)) or 'nothing'}"
+        )
+    score = extras.pop("score")
+    if not _is_finite_number(score):
+        raise RewardError(f"reward {reward.label!r} gave the score {score!r} for {sample.where}: not a finite number")
+    return float(score), extras
+
+
+def _is_finite_number(value: Any) -> bool:
+    if not isinstance(value, Real | np.ndarray) and not hasattr(value, "item"):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,337 @@
+"""The rollout manager: what ``main_ppo`` builds as agent-loop manager, and the trainer feeds with prompt groups.
+
+Invariants
+- Replicas pull: each takes the next fragment when it has room, so a slow one simply takes less.
+- A fragment's samples count once: an attempt that failed, or whose version changed, is thrown away whole and
+  generated again, with the same bits (I1, I4).
+- A group is handed on only when all its samples are generated and scored under one version (I4, I7).
+- Nothing waits without a deadline; after ``max_retries`` the step fails with the sample, the place and the cause (I7).
+
+All work runs on one event loop in a thread of the driver; the trainer waits on :meth:`next_group`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from verl_digen.config.digen import DigenConfig, parse_digen
+from verl_digen.diffusion.noise import check_distinct
+from verl_digen.rollout.replica import DiffusersReplica
+from verl_digen.rollout.requests import Fragment, FragmentReport, PromptGroup, SampleResult
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+# Fragments handed to a replica at a time: one at work and one waiting there, so that no call latency shows.
+PREFETCH = 2
+
+
+class RolloutError(RuntimeError):
+    """Samples could not be generated or scored; the message names them, the place and the cause."""
+
+
+@dataclass
+class GroupResult:
+    """A complete group: all samples generated and scored under one version."""
+
+    group: PromptGroup
+    samples: list[SampleResult]
+    version: int
+    completed: float
+
+
+@dataclass
+class RolloutPool:
+    """What the manager needs of the trainer.
+
+    Attributes:
+        replicas: veRL replica handles.
+        restart: start a dead replica again and give it the current weights; None when it cannot be (colocated).
+        expected: effective sampling parameters that every replica must report, by ``train`` and ``validation``.
+        reward_restart: start a dead reward worker again and return its handle.
+    """
+
+    replicas: list[DiffusersReplica]
+    restart: Callable[[DiffusersReplica], None] | None
+    expected: dict[str, dict[str, Any]]
+    reward_restart: Callable[[int], Any]
+
+
+@dataclass
+class _Attempt:
+    fragment: Fragment
+    failures: list[str] = field(default_factory=list)
+
+
+class DiffusionRolloutManager:
+    """See the module's docstring. Build it with :meth:`create`."""
+
+    @classmethod
+    def create(cls, config, llm_client: RolloutPool, teacher_client=None, reward_loop_worker_handles=None):
+        """What ``main_ppo`` calls; ``llm_client`` is what the trainer's ``get_llm_client`` returns."""
+        if teacher_client is not None:
+            raise ValueError("distillation teachers are not read by diffusion runs; set distillation.enabled=false")
+        return cls(parse_digen(config.trainer.v1.digen), llm_client, reward_loop_worker_handles)
+
+    def __init__(self, digen: DigenConfig, pool: RolloutPool, reward_workers: list):
+        self.digen, self.pool = digen, pool
+        self.reward_workers = list(reward_workers)
+        self._pending: deque[_Attempt] = deque()
+        self._groups: dict[str, PromptGroup] = {}
+        self._results: dict[str, dict[int, SampleResult]] = {}
+        self._done: queue.Queue[GroupResult | BaseException] = queue.Queue()
+        self._ids = itertools.count(1)
+        self._reward_turn = itertools.count()
+        self._reports: list[FragmentReport] = []
+        self._reward_seconds = 0.0
+        self._keep_pixels: set[tuple[str, int]] = set()
+        self.pixels: dict[tuple[str, int], Any] = {}
+        self._loop = asyncio.new_event_loop()
+        self._work = asyncio.Condition()
+        self._thread = threading.Thread(target=self._run_loop, name="digen-rollout", daemon=True)
+        self._thread.start()
+        for replica in pool.replicas:
+            for _ in range(PREFETCH):
+                asyncio.run_coroutine_threadsafe(self._guard(self._serve(replica)), self._loop)
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    # ---- called by the trainer -----------------------------------------------------------------------------
+
+    def generate_sequences(
+        self,
+        groups: list[PromptGroup],
+        *,
+        version: int,
+        training_step: int,
+        keep_pixels: set[tuple[str, int]] = frozenset(),
+    ) -> None:
+        """Queue prompt groups; returns at once.
+
+        Args:
+            version: version that every sample must be generated under.
+            training_step: 1-based.
+            keep_pixels: samples whose pixels the driver wants (grids); they appear in :attr:`pixels`.
+        """
+        samples = [sample for group in groups for sample in group.samples]
+        by_uid = {group.uid: group for group in groups}
+        size = self._fragment_size(len(samples))
+        attempts = []
+        for start in range(0, len(samples), size):
+            chunk = tuple(samples[start : start + size])
+            attempts.append(
+                _Attempt(
+                    Fragment(
+                        fragment_id=next(self._ids),
+                        groups={uid: by_uid[uid] for uid, _ in chunk},
+                        samples=chunk,
+                        version=version,
+                        training_step=training_step,
+                    )
+                )
+            )
+        asyncio.run_coroutine_threadsafe(self._enqueue(by_uid, attempts, set(keep_pixels)), self._loop).result()
+
+    def next_group(self, timeout_s: float) -> GroupResult:
+        """The next complete group, in the order of completion.
+
+        Raises:
+            RolloutError: a sample failed for good.
+            TimeoutError: nothing was completed in time; says what is being waited for.
+        """
+        try:
+            item = self._done.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError(
+                f"no prompt group was completed for {timeout_s:g} s; waiting for {self.waiting_for()}"
+            ) from None
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def waiting_for(self) -> str:
+        """Samples that are not there yet, in words."""
+        missing = {u: g.n - len(self._results.get(u, {})) for u, g in self._groups.items()}
+        missing = {u: n for u, n in missing.items() if n}
+        sample = ", ".join(f"{u} ({n} of {self._groups[u].n})" for u, n in list(missing.items())[:4])
+        return (
+            f"{sum(missing.values())} samples of {len(missing)} groups: {sample}; {len(self._pending)} fragments queued"
+        )
+
+    def take_reports(self) -> tuple[list[FragmentReport], float]:
+        """Reports of the fragments since the last call, and seconds that reward workers were busy."""
+        reports, self._reports = self._reports, []
+        seconds, self._reward_seconds = self._reward_seconds, 0.0
+        return reports, seconds
+
+    # ---- on the event loop ---------------------------------------------------------------------------------
+
+    def _fragment_size(self, samples: int) -> int:
+        if self.digen.gap.enable and self.digen.gap.fragment_size:
+            return self.digen.gap.fragment_size
+        if self.digen.sampling.batch_size:
+            return self.digen.sampling.batch_size
+        return math.ceil(samples / len(self.pool.replicas))
+
+    async def _enqueue(self, groups: dict[str, PromptGroup], attempts: list[_Attempt], keep: set) -> None:
+        async with self._work:
+            self._groups |= groups
+            self._keep_pixels = keep
+            self._pending.extend(attempts)
+            self._work.notify_all()
+
+    async def _guard(self, coroutine) -> None:
+        """A fault of the manager itself ends the step instead of a silent wait."""
+        try:
+            await coroutine
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - handed to the trainer, which raises it
+            self._done.put(error)
+
+    async def _serve(self, replica: DiffusersReplica) -> None:
+        """One of the replica's places: pull, generate, hand on, for ever."""
+        while True:
+            async with self._work:
+                await self._work.wait_for(lambda: self._pending)
+                attempt = self._pending.popleft()
+            worker = replica.workers[0]
+            try:
+                report_ref, pixels_ref = worker.generate.options(num_returns=2).remote(attempt.fragment)
+                report = await asyncio.wait_for(_value(report_ref), self.digen.failure.generate_timeout_s)
+                self._check_report(attempt.fragment, report)
+            except Exception as error:  # noqa: BLE001 - counted, and raised when the retries are used up
+                await self._failed(replica, worker, attempt, error)
+                continue
+            self._reports.append(report)
+            asyncio.ensure_future(self._guard(self._score(attempt, report, pixels_ref)))
+
+    async def _failed(self, replica: DiffusersReplica, worker, attempt: _Attempt, error: Exception) -> None:
+        """Put the fragment back, restart the replica if it is gone or stuck, or end the step."""
+        fragment = attempt.fragment
+        gone = isinstance(error, ray.exceptions.RayActorError | asyncio.TimeoutError)
+        what = "timed out" if isinstance(error, asyncio.TimeoutError) else f"{type(error).__name__}: {_short(error)}"
+        attempt.failures.append(f"{replica.name}: {what}")
+        names = ", ".join(f"({u}, {j})" for u, j in fragment.samples[:4])
+        logger.warning("fragment %s [%s ...] failed: %s", fragment.fragment_id, names, attempt.failures[-1])
+        if fragment.attempt >= self.digen.failure.max_retries or (gone and self.pool.restart is None):
+            self._done.put(
+                RolloutError(
+                    f"fragment {fragment.fragment_id} with samples {names}{' ...' if len(fragment.samples) > 4 else ''} "
+                    f"failed {len(attempt.failures)} times (trainer.v1.digen.failure.max_retries="
+                    f"{self.digen.failure.max_retries}): {'; '.join(attempt.failures)}"
+                )
+            )
+            return
+        if gone and replica.workers[0] is worker:
+            await self._loop.run_in_executor(None, self.pool.restart, replica)
+        again = Fragment(**{**fragment.__dict__, "attempt": fragment.attempt + 1})
+        async with self._work:
+            self._pending.appendleft(_Attempt(again, attempt.failures))
+            self._work.notify_all()
+
+    def _check_report(self, fragment: Fragment, report: FragmentReport) -> None:
+        if report.version != fragment.version:
+            raise RolloutError(f"generated under version {report.version} instead of {fragment.version}")
+        expected = self.pool.expected["validation" if fragment.validate else "train"]
+        differing = {k: (v, report.effective.get(k)) for k, v in expected.items() if report.effective.get(k) != v}
+        if differing:
+            raise RolloutError(
+                "the replica used other sampling parameters than asked (asked, used): "
+                + "; ".join(f"{k}: {a} -> {b}" for k, (a, b) in differing.items())
+            )
+        check_distinct(report.noise_hashes, report.samples, self.digen.sampling.same_noise and not fragment.validate)
+
+    async def _score(self, attempt: _Attempt, report: FragmentReport, pixels_ref) -> None:
+        """Score a fragment on a reward worker; pixels go there from the replica, not through the driver."""
+        index = next(self._reward_turn) % len(self.reward_workers)
+        failures: list[str] = []
+        while True:
+            worker = self.reward_workers[index]
+            started = time.time()
+            try:
+                scores = await asyncio.wait_for(
+                    _value(worker.compute_score_batch.remote(pixels_ref)), self.digen.failure.reward_timeout_s
+                )
+                break
+            except Exception as error:  # noqa: BLE001 - counted, and raised when the retries are used up
+                gone = isinstance(error, ray.exceptions.RayActorError | asyncio.TimeoutError)
+                what = "timed out" if isinstance(error, asyncio.TimeoutError) else _short(error)
+                failures.append(f"reward worker {index}: {what}")
+                logger.warning("scoring fragment %s failed: %s", report.fragment_id, failures[-1])
+                if len(failures) > self.digen.failure.max_retries:
+                    names = ", ".join(f"({u}, {j})" for u, j in report.samples[:4])
+                    self._done.put(
+                        RolloutError(
+                            f"scoring samples {names} of fragment {report.fragment_id} failed {len(failures)} times "
+                            f"(trainer.v1.digen.failure.max_retries={self.digen.failure.max_retries}): "
+                            + "; ".join(failures)
+                        )
+                    )
+                    return
+                if gone and self.reward_workers[index] is worker:
+                    self.reward_workers[index] = await self._loop.run_in_executor(None, self.pool.reward_restart, index)
+        self._reward_seconds += time.time() - started
+        await self._keep(report, pixels_ref)
+        self._assemble(attempt.fragment, report, scores)
+
+    async def _keep(self, report: FragmentReport, pixels_ref) -> None:
+        wanted = [(i, s) for i, s in enumerate(report.samples) if s in self._keep_pixels]
+        if wanted:
+            data = await _value(pixels_ref)
+            for i, sample in wanted:
+                self.pixels[sample] = data.batch["pixels"][i].numpy()
+
+    def _assemble(self, fragment: Fragment, report: FragmentReport, scores: list[dict]) -> None:
+        if len(scores) != len(report.samples):
+            raise RolloutError(f"{len(scores)} rewards came back for {len(report.samples)} samples")
+        for i, ((uid, j), score) in enumerate(zip(report.samples, scores, strict=True)):
+            reward = score["reward_score"]
+            if not isinstance(reward, int | float) or not math.isfinite(reward):
+                raise RolloutError(f"reward of sample ({uid}, {j}) is {reward!r}; a reward must be a finite number")
+            self._results.setdefault(uid, {})[j] = SampleResult(
+                uid=uid,
+                j=j,
+                reward=float(reward),
+                extra=dict(score.get("reward_extra_info", {})),
+                version=report.version,
+                replica=report.replica,
+                transitions=report.transitions[i],
+                noise_hash=report.noise_hashes[i],
+            )
+        for uid in {uid for uid, _ in report.samples}:
+            group, got = self._groups[uid], self._results[uid]
+            if len(got) < group.n:
+                continue
+            versions = {s.version for s in got.values()}
+            if len(versions) != 1:
+                raise RolloutError(f"group {uid} was generated under versions {sorted(versions)}")
+            del self._groups[uid], self._results[uid]
+            self._done.put(GroupResult(group, [got[j] for j in range(group.n)], versions.pop(), time.time()))
+
+
+async def _value(ref) -> Any:
+    """Await a Ray object reference (``asyncio.wait_for`` wants a coroutine)."""
+    return await ref
+
+
+def _short(error: Exception) -> str:
+    """The last informative line of a Ray error."""
+    cause = getattr(error, "cause", None) or error
+    lines = [line for line in str(cause).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(cause).__name__

@@ -1,0 +1,300 @@
+"""The planner: which split, replica width, fragment, tile, policy and TCSS ratio is fastest.
+
+Candidates are enumerated, those that do not fit into memory are dropped, the rest is ranked by a closed
+formula, and the best of the ranking are simulated. What the planner reports as makespan is simulated.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from verl_digen.schedule.bound import lower_bound
+from verl_digen.schedule.catalog import Case, DeviceGroup, Testbed
+from verl_digen.schedule.profile import Profile
+from verl_digen.schedule.simulate import Simulation, simulate
+from verl_digen.schedule.tsp import cells_that_fit
+from verl_digen.schedule.work import Pools, Replica, Schedule, TrainerPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What the planner may choose from.
+
+    Attributes:
+        policies: TAG policies to compare.
+        stale_ratios: TCSS ratios to compare; 0 is on-policy.
+        widths: devices of a replica.
+        rollout_batches: samples a replica denoises together.
+        tsp: whether tiles may span transitions.
+        gap: whether a logical batch may be cut into fragments.
+        splits: at most this many Generator sizes per group of devices.
+        shortlist: candidates simulated for each policy and ratio.
+        trial_steps, final_steps: simulated steps of a candidate and of the winners.
+        recompute_old_log_probs: passed on to the schedules.
+    """
+
+    policies: tuple[str, ...] = ("none", "greedy", "bts", "steps")
+    stale_ratios: tuple[float, ...] = (0.0,)
+    widths: tuple[int, ...] = (1, 2, 4, 8)
+    rollout_batches: tuple[int, ...] = (1, 2, 4)
+    tsp: bool = True
+    gap: bool = True
+    splits: int = 32
+    shortlist: int = 12
+    trial_steps: int = 4
+    final_steps: int = 12
+    recompute_old_log_probs: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("policies", "stale_ratios", "widths", "rollout_batches"):
+            if not getattr(self, name):
+                raise ValueError(f"planner: {name} is empty")
+        sizes = (self.splits, self.shortlist, self.trial_steps, self.final_steps)
+        if min(sizes) < 1:
+            raise ValueError(f"planner: splits, shortlist, trial_steps, final_steps = {sizes} must all be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A placement and a schedule.
+
+    Attributes:
+        generator: devices of the Generator by group name.
+        trainer_group: group of the Trainer's devices.
+        estimate_s: closed-form time of a step, used for ranking only.
+    """
+
+    pools: Pools
+    profile: Profile
+    schedule: Schedule
+    generator: tuple[tuple[str, int], ...]
+    trainer_group: str
+    width: int
+    estimate_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The best candidate for one policy and ratio, simulated."""
+
+    candidate: Candidate
+    simulation: Simulation
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Choices from fastest to slowest, with what the search did."""
+
+    choices: tuple[Choice, ...]
+    considered: int
+    rejected_for_memory: int
+    simulated: int
+    seconds: float
+
+    @property
+    def best(self) -> Choice:
+        return self.choices[0]
+
+
+def _thin(values: Sequence[int], most: int) -> list[int]:
+    """At most ``most`` of some ascending values, evenly spaced, ends included."""
+    if len(values) <= most:
+        return list(values)
+    picked = {round(index * (len(values) - 1) / (most - 1)) for index in range(most)} if most > 1 else {0}
+    return [values[index] for index in sorted(picked)]
+
+
+@dataclass(slots=True)
+class _Space:
+    """Enumerates placements and schedules that fit into memory."""
+
+    case: Case
+    testbed: Testbed
+    search: Search
+    considered: int = 0
+    rejected: int = 0
+    why: str = ""
+
+    def placements(self) -> Iterator[tuple[Pools, Profile, tuple[tuple[str, int], ...], DeviceGroup, int, int]]:
+        """Pools with their profile, the Trainer's group, replica width and rollout batch."""
+        for group in self.testbed.groups:
+            others = [other for other in self.testbed.groups if other is not group]
+            for width in self.search.widths:
+                for batch in self.search.rollout_batches:
+                    lent = self._sizes(group, width, bool(others))
+                    for generator in lent:
+                        made = self._place(group, others, generator, width, batch)
+                        if made is not None:
+                            yield made
+
+    def _sizes(self, group: DeviceGroup, width: int, others: bool) -> list[int]:
+        sizes = range(0 if others else width, group.count, width)
+        return _thin(list(sizes), self.search.splits)
+
+    def _place(self, group: DeviceGroup, others: list[DeviceGroup], generator: int, width: int, batch: int):
+        parts = [(other, other.count) for other in others] + ([(group, generator)] if generator else [])
+        self.considered += 1
+        for part, _ in parts:
+            need, have = self.case.memory.rollout_need(width, batch), part.memory_gib * self.case.memory.usable
+            if need > have:
+                return self._reject(
+                    f"a replica of {width} x {part.name} needs {need:.1f} of {have:.1f} GiB per device"
+                )
+        ranks = group.count - generator
+        need, have = self.case.memory.trainer_need(ranks, 1), group.memory_gib * self.case.memory.usable
+        if need > have:
+            return self._reject(f"a Trainer of {ranks} x {group.name} needs {need:.1f} of {have:.1f} GiB per rank")
+        replicas = tuple(
+            Replica(name=f"{part.name}-{index}", speed=self.testbed.replica_speed(part, width), devices=width)
+            for part, devices in parts
+            for index in range(devices // width)
+        )
+        if not replicas:
+            return self._reject(f"no group has {width} devices for a replica")
+        if len(replicas) * batch > 2 * self.case.workload.samples:
+            return None
+        trainer = TrainerPool(ranks=ranks, speed=group.speed)
+        pools = Pools(replicas=replicas, trainer=trainer, reward_slots=self.case.reward_slots)
+        used = tuple((part.name, devices // width * width) for part, devices in parts)
+        return pools, self.case.profile(group, ranks), used, group, width, batch
+
+    def _reject(self, why: str) -> None:
+        self.rejected += 1
+        self.why = why
+
+    def schedules(self, group: DeviceGroup, ranks: int, batch: int) -> Iterator[Schedule]:
+        """Fragment and tile sizes that fit; fragments are whole groups, since a part is never ready alone."""
+        memory, work = self.case.memory, self.case.workload
+        free = group.memory_gib * memory.usable - memory.trainer_need(ranks, 0)
+        fit = cells_that_fit(free, memory.cell_gib)
+        per_batch = work.groups // work.logical_batches
+        groups = [size for size in range(1, per_batch + 1) if size == per_batch or size & (size - 1) == 0]
+        if not self.search.gap:
+            groups = [per_batch]
+        tiles = {min(fit, -(-count * work.samples_per_group * work.trained_transitions // ranks)) for count in groups}
+        tiles = {size for size in (*tiles, 1, 2, 4, 8) if 1 <= size <= fit}
+        if not self.search.tsp:
+            tiles = {min(fit, work.samples)}
+        for count in groups:
+            for cells in tiles:
+                yield Schedule(
+                    fragment_size=count * work.samples_per_group if self.search.gap else None,
+                    max_cells=cells,
+                    tsp=self.search.tsp,
+                    rollout_batch=batch,
+                    barrier=not self.search.gap,
+                    recompute_old_log_probs=self.search.recompute_old_log_probs,
+                )
+
+
+def estimate(case: Case, pools: Pools, profile: Profile, schedule: Schedule) -> float:
+    """Closed-form time of a step, seconds: the bound with whole waves and whole tiles instead of ideal ones."""
+    work = case.workload
+    fragment = schedule.fragment_size or work.samples // work.logical_batches
+    count = math.ceil(work.samples / fragment)
+    one = profile.train_s(
+        fragment,
+        work.trained_transitions,
+        pools.trainer,
+        max_cells=schedule.max_cells,
+        tsp=schedule.tsp,
+        recompute=schedule.recompute_old_log_probs,
+    )
+    training = count * one + work.logical_batches * profile.commit_s + profile.publish_block_s
+    batch_s = profile.generate_s(work.denoise_steps, schedule.rollout_batch)
+    slowest = batch_s / min(replica.speed for replica in pools.replicas)
+    rate = pools.generator_speed * schedule.rollout_batch / batch_s
+    helper = 0.0
+    if schedule.policy != "none":
+        helper_one = work.denoise_steps * profile.helper_step_s + profile.decode_s
+        helper = pools.trainer.ranks * pools.trainer.speed / helper_one
+    stale = math.floor(schedule.max_stale_ratio * work.groups + 1e-9) / work.groups
+    steady = max(training, (work.samples + helper * training) / (rate + helper))
+    tail = profile.score_s + one + profile.commit_s + profile.publish_s
+    first = max(fragment / (rate + helper), min(slowest, batch_s))
+    wave = 0.5 * slowest * (1.0 - stale)
+    fresh = ((1.0 - stale) * work.samples + helper * training) / (rate + helper) + tail + wave
+    opening = (1.0 - stale) * (first + profile.score_s) + training + profile.publish_s
+    if schedule.barrier:
+        return work.samples / rate + wave + tail + training - one
+    return max(steady, fresh, opening if stale < 1 else 0.0)
+
+
+def plan(case: Case, testbed: Testbed, search: Search | None = None) -> Plan:
+    """Search the space of a testbed.
+
+    Raises:
+        ValueError: nothing fits into memory; the message has the last numbers that did not.
+    """
+    search = search or Search()
+    begin = time.perf_counter()
+    space = _Space(case, testbed, search)
+    bare: list[Candidate] = []
+    for pools, profile, used, group, width, batch in space.placements():
+        for schedule in space.schedules(group, pools.trainer.ranks, batch):
+            bare.append(Candidate(pools, profile, schedule, used, group.name, width))
+    if not bare:
+        raise ValueError(
+            f"planner: none of {space.considered} placements of {case.workload.name} on {testbed.name} "
+            f"({testbed.devices} devices) fits into memory; last: {space.why}"
+        )
+    choices: list[Choice] = []
+    simulated = 0
+    for ratio in sorted(search.stale_ratios):
+        for policy in search.policies:
+            known = [choice.candidate for choice in choices]
+            choice, tried = _best(case, bare, known, policy, ratio, search)
+            choices.append(choice)
+            simulated += tried
+    choices.sort(key=lambda choice: choice.simulation.makespan_s)
+    return Plan(tuple(choices), len(bare), space.rejected, simulated, time.perf_counter() - begin)
+
+
+def _shortlist(case: Case, bare: list[Candidate], policy: str, ratio: float, most: int) -> list[Candidate]:
+    """The best candidates by estimate, at most two schedules of one placement so that placements differ."""
+    ranked = []
+    for candidate in bare:
+        schedule = replace(candidate.schedule, policy=policy, max_stale_ratio=ratio)
+        guess = estimate(case, candidate.pools, candidate.profile, schedule)
+        ranked.append((guess, len(ranked), candidate, schedule))
+    ranked.sort(key=lambda entry: entry[:2])
+    seen: dict[tuple, int] = {}
+    chosen = []
+    for guess, _, candidate, schedule in ranked:
+        place = (candidate.generator, candidate.width, schedule.rollout_batch)
+        seen[place] = seen.get(place, 0) + 1
+        if seen[place] <= 2:
+            chosen.append(replace(candidate, schedule=schedule, estimate_s=guess))
+            if len(chosen) == most:
+                break
+    return chosen
+
+
+def _best(
+    case: Case, bare: list[Candidate], known: list[Candidate], policy: str, ratio: float, search: Search
+) -> tuple[Choice, int]:
+    """Simulate the shortlist and what won for earlier policies and smaller ratios; the fastest wins."""
+    candidates = _shortlist(case, bare, policy, ratio, search.shortlist)
+    for other in known:
+        candidates.append(replace(other, schedule=replace(other.schedule, policy=policy, max_stale_ratio=ratio)))
+    trials: list[tuple[float, int, Candidate]] = []
+    tried: set[tuple] = set()
+    for order, candidate in enumerate(candidates):
+        key = (candidate.generator, candidate.trainer_group, candidate.width, candidate.schedule)
+        floor = lower_bound(case.workload, candidate.pools, candidate.profile, candidate.schedule).seconds
+        if key in tried or (trials and floor >= min(trials)[0]):
+            continue
+        tried.add(key)
+        result = _play(case, candidate, search.trial_steps)
+        trials.append((result.makespan_s, order, candidate))
+    trials.sort(key=lambda entry: entry[:2])
+    finals = [(order, Choice(candidate, _play(case, candidate, search.final_steps))) for _, order, candidate in trials[:3]]
+    winner = min(finals, key=lambda entry: (entry[1].simulation.makespan_s, entry[0]))
+    return winner[1], len(trials) + len(finals)
+
+
+def _play(case: Case, candidate: Candidate, steps: int) -> Simulation:
+    return simulate(case.workload, candidate.pools, candidate.profile, candidate.schedule, steps=steps)

@@ -1,0 +1,214 @@
+"""TSP: the Trainer's work as a grid of cells (samples × trained transitions), cut into tiles.
+
+Invariants:
+- every cell of a fragment is in exactly one tile of exactly one rank;
+- no tile is larger than the budget;
+- every rank runs the same number of tiles, so that the collectives inside a tile meet; a rank with less
+  work gets smaller or empty tiles.
+
+A tile is a range of the flattened grid, so it can be cut along either axis: ``order="sample"`` puts the
+transitions of one sample next to each other, ``order="transition"`` the samples of one transition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from verl_digen.schedule.work import Tile
+
+
+@dataclass(frozen=True, slots=True)
+class TilePlan:
+    """All tiles of a fragment.
+
+    Attributes:
+        samples, transitions: the grid.
+        order: how a cell index maps to the grid, ``"sample"`` or ``"transition"``.
+        tiles: round-major, every round has one tile per rank.
+    """
+
+    samples: int
+    transitions: int
+    order: str
+    tiles: tuple[Tile, ...]
+
+    @property
+    def rounds(self) -> int:
+        return 1 + max(tile.round for tile in self.tiles)
+
+    def of_rank(self, rank: int) -> tuple[Tile, ...]:
+        """Tiles of one rank in the order they run."""
+        return tuple(tile for tile in self.tiles if tile.rank == rank)
+
+    def grid(self, tile: Tile) -> Iterator[tuple[int, int]]:
+        """Cells of a tile as (sample, transition)."""
+        if self.order == "sample":
+            for cell in range(tile.start, tile.stop):
+                yield divmod(cell, self.transitions)
+        else:
+            for cell in range(tile.start, tile.stop):
+                transition, sample = divmod(cell, self.samples)
+                yield sample, transition
+
+
+def even_cut(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
+    """Cut a range into ``parts`` ranges whose lengths differ by at most one, longer ones first."""
+    length, extra = divmod(stop - start, parts)
+    ranges = []
+    for part in range(parts):
+        end = start + length + (1 if part < extra else 0)
+        ranges.append((start, end))
+        start = end
+    return ranges
+
+
+def tile_rounds(samples: int, transitions: int, ranks: int, max_cells: int, tsp: bool = True) -> tuple[int, int]:
+    """Tiles per rank and cells of the fullest rank, without building the plan.
+
+    Without TSP a rank keeps whole samples and a tile never holds more than one transition of them.
+    """
+    if not tsp:
+        own = -(-samples // ranks)
+        return transitions * -(-own // max_cells), own * transitions
+    cells = -(-samples * transitions // ranks)
+    return -(-cells // max_cells), cells
+
+
+def plan_tiles(samples: int, transitions: int, *, ranks: int, max_cells: int, order: str = "sample") -> TilePlan:
+    """Deal the cells of a fragment to the ranks evenly and cut each share into tiles.
+
+    Shares differ by at most one cell; so do the tiles of a rank. Source: arXiv 2606.24369 (timestep
+    parallelism), with uneven sizes.
+
+    Raises:
+        ValueError: a size below one, or an unknown order.
+    """
+    if min(samples, transitions, ranks, max_cells) < 1:
+        raise ValueError(
+            f"tile plan: samples={samples}, transitions={transitions}, ranks={ranks}, max_cells={max_cells} "
+            f"must all be at least 1"
+        )
+    if order not in ("sample", "transition"):
+        raise ValueError(f"tile plan: unknown order {order!r}; known: sample, transition")
+    rounds, _ = tile_rounds(samples, transitions, ranks, max_cells)
+    tiles = [
+        Tile(rank, index, start, stop)
+        for rank, share in enumerate(even_cut(0, samples * transitions, ranks))
+        for index, (start, stop) in enumerate(even_cut(*share, rounds))
+    ]
+    tiles.sort(key=lambda tile: (tile.round, tile.rank))
+    return TilePlan(samples, transitions, order, tuple(tiles))
+
+
+def plan_without_tsp(samples: int, transitions: int, *, ranks: int, max_cells: int) -> TilePlan:
+    """The reference path: every rank keeps whole samples, a tile never spans two transitions."""
+    if min(samples, transitions, ranks, max_cells) < 1:
+        raise ValueError(
+            f"tile plan: samples={samples}, transitions={transitions}, ranks={ranks}, max_cells={max_cells} "
+            f"must all be at least 1"
+        )
+    shares = even_cut(0, samples, ranks)
+    parts = -(-(shares[0][1] - shares[0][0]) // max_cells)
+    tiles = tuple(
+        Tile(rank, transition * parts + part, transition * samples + start, transition * samples + stop)
+        for transition in range(transitions)
+        for part in range(parts)
+        for rank, share in enumerate(shares)
+        for start, stop in [even_cut(*share, parts)[part]]
+    )
+    return TilePlan(samples, transitions, "transition", tiles)
+
+
+def split_tile(tile: Tile, max_cells: int) -> tuple[Tile, ...]:
+    """Cut a tile that did not fit into tiles of at most ``max_cells``; they replace it in its round.
+
+    All ranks must split the same round by the same rule to keep their collectives in step.
+
+    Raises:
+        ValueError: a tile of a single cell cannot be split.
+    """
+    if tile.cells <= 1:
+        raise ValueError(f"a tile of {tile.cells} cell (rank {tile.rank}, round {tile.round}) cannot be split further")
+    if max_cells < 1:
+        raise ValueError(f"split: max_cells={max_cells} must be at least 1")
+    parts = max(2, -(-tile.cells // max_cells))
+    return tuple(Tile(tile.rank, tile.round, start, stop) for start, stop in even_cut(tile.start, tile.stop, parts))
+
+
+def cells_that_fit(free_gib: float, gib_per_cell: float) -> int:
+    """Largest tile for a memory budget; 0 when not even one cell fits.
+
+    Args:
+        free_gib: memory left after weights, gradients and optimizer state.
+        gib_per_cell: activations of one cell.
+    """
+    if gib_per_cell <= 0:
+        raise ValueError(f"tile budget: gib_per_cell={gib_per_cell} must be above zero")
+    return max(0, int(free_gib / gib_per_cell + 1e-9))
+
+
+@dataclass
+class TileBudget:
+    """Finds the tile size of one (model, shape): doubled until it no longer helps or no longer fits.
+
+    Usage: run a tile of :attr:`size` cells, then call :meth:`observe` with its time, or
+    :meth:`out_of_memory`. Once :attr:`settled` the size stays, unless memory runs out later.
+
+    Attributes:
+        size: cells to use now.
+        limit: largest size that memory or configuration allows.
+        gain: a doubling must reduce the time per cell by this fraction to be kept.
+    """
+
+    size: int = 1
+    limit: int = 1 << 20
+    gain: float = 0.03
+    settled: bool = False
+    seconds_per_cell: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.size <= self.limit:
+            raise ValueError(f"tile budget: size={self.size} must lie between 1 and limit={self.limit}")
+
+    def observe(self, cells: int, seconds: float) -> None:
+        """Record a tile that fitted; only full tiles teach anything about their size."""
+        if cells != self.size or self.settled:
+            return
+        self.seconds_per_cell[cells] = seconds / cells
+        smaller = max((size for size in self.seconds_per_cell if size < cells), default=None)
+        if smaller is not None and self.seconds_per_cell[cells] > (1 - self.gain) * self.seconds_per_cell[smaller]:
+            best = min(self.seconds_per_cell, key=self.seconds_per_cell.__getitem__)
+            self.size, self.settled = best, True
+        elif cells >= self.limit:
+            self.settled = True
+        else:
+            self.size = min(2 * cells, self.limit)
+
+    def out_of_memory(self, cells: int) -> int:
+        """Note that ``cells`` did not fit; returns the size to retry with.
+
+        Raises:
+            ValueError: one cell does not fit.
+        """
+        if cells <= 1:
+            raise ValueError(
+                "tile budget: a tile of 1 cell does not fit into memory; reduce the resolution, shard over more ranks "
+                "or enable offloading and gradient checkpointing"
+            )
+        self.limit = min(self.limit, cells - 1)
+        fitted = [size for size in self.seconds_per_cell if size <= self.limit]
+        self.size = max(fitted) if fitted else max(1, min(cells // 2, self.limit))
+        self.settled = bool(fitted)
+        return self.size
+
+    def state_dict(self) -> dict:
+        """What to remember for the next run."""
+        times = {str(size): seconds for size, seconds in self.seconds_per_cell.items()}
+        return {"size": self.size, "limit": self.limit, "settled": self.settled, "seconds_per_cell": times}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.size = int(state["size"])
+        self.limit = int(state["limit"])
+        self.settled = bool(state["settled"])
+        self.seconds_per_cell = {int(size): float(seconds) for size, seconds in state["seconds_per_cell"].items()}

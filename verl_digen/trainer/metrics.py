@@ -1,0 +1,105 @@
+"""What is logged of a step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from verl_digen.config.plan import RunPlan
+from verl_digen.rollout.requests import FragmentReport
+from verl_digen.trainer.step import StepOutcome
+
+
+def step_metrics(
+    outcome: StepOutcome,
+    plan: RunPlan,
+    reports: Sequence[FragmentReport],
+    reward_seconds: float,
+    timing_raw: dict[str, float],
+    *,
+    step: int,
+    epoch: int,
+    version: int,
+) -> dict[str, float]:
+    """Metrics of one training step by name.
+
+    Names: ``reward/*`` and ``advantage/*`` of the samples, ``actor/*`` of the commits (mean over logical batches, the
+    largest for ``*_max*``), ``timing_s/*``, ``perf/*`` (throughput, utilisation of each pool, peak memory),
+    ``staleness/*`` (versions between generating and training).
+
+    Args:
+        reports: of the training fragments generated in this step; validation fragments are left out.
+        version: version under which the step was to be generated.
+    """
+    out: dict[str, float] = {"training/global_step": step, "training/epoch": epoch}
+    out |= _rewards(outcome)
+    out |= {f"advantage/{k}": v for k, v in outcome.advantage_metrics.items() if not k.startswith("reward")}
+    out |= {f"actor/{k}": v for k, v in merge_commits(outcome.commits).items()}
+    out |= {f"timing_s/{k}": v for k, v in timing_raw.items()}
+    out |= _performance(outcome, plan, reports, reward_seconds, timing_raw)
+    lags = [version - s.version for s in outcome.samples]
+    out |= {"staleness/max": max(lags), "staleness/stale_ratio": float(np.mean([lag > 0 for lag in lags]))}
+    return out
+
+
+def _rewards(outcome: StepOutcome) -> dict[str, float]:
+    rewards = np.array([s.reward for s in outcome.samples])
+    by_group = [np.std([s.reward for s in group.samples], ddof=1) for group in outcome.groups]
+    out = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(ddof=1),
+        "reward/min": rewards.min(),
+        "reward/max": rewards.max(),
+        "reward/group_std_mean": float(np.mean(by_group)),
+        "reward/zero_std_ratio": float(np.mean([std == 0 for std in by_group])),
+    }
+    extras: dict[str, list[float]] = defaultdict(list)
+    for sample in outcome.samples:
+        for name, value in sample.extra.items():
+            if isinstance(value, bool | int | float):
+                extras[name].append(float(value))
+    return {k: float(v) for k, v in out.items()} | {
+        f"reward/extra/{name}": float(np.mean(values)) for name, values in extras.items()
+    }
+
+
+def merge_commits(commits: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means over the logical batches of a step; maxima of what is a maximum; the last learning rate."""
+    merged = {}
+    for name in commits[-1]:
+        values = [commit[name] for commit in commits if name in commit]
+        if name == "lr":
+            merged[name] = values[-1]
+        elif "max" in name or name.startswith("peak"):
+            merged[name] = max(values)
+        elif name == "commit_s" or name == "cells":
+            merged[name] = sum(values)
+        else:
+            merged[name] = sum(values) / len(values)
+    return merged
+
+
+def _performance(outcome, plan: RunPlan, reports, reward_seconds, timing_raw) -> dict[str, float]:
+    seconds = timing_raw["step"]
+    training = [r for r in reports if any(r.transitions)]
+    generating = sum(r.ended - r.started for r in training)
+    tiles = outcome.phases.get("tiles", 0.0) + outcome.phases.get("fetch", 0.0)
+    committing = sum(commit["commit_s"] for commit in outcome.commits) * plan.trainer_ranks
+    devices = plan.trainer_ranks + (plan.replicas if plan.digen.placement == "disaggregated" else 0)
+    out = {
+        "perf/samples_per_s": plan.samples / seconds,
+        "perf/samples_per_s_per_device": plan.samples / seconds / devices,
+        "perf/utilisation_generator": generating / (plan.replicas * seconds),
+        "perf/utilisation_trainer": (tiles + committing) / (plan.trainer_ranks * seconds),
+        "perf/reward_worker_s": reward_seconds,
+        "timing_s/fetch": outcome.phases.get("fetch", 0.0) / plan.trainer_ranks,
+        "timing_s/tiles": outcome.phases.get("tiles", 0.0) / plan.trainer_ranks,
+    }
+    for phase in ("encode", "denoise", "decode", "store"):
+        out[f"timing_s/{phase}"] = sum(r.phases[phase] for r in training) / plan.replicas
+    if training:
+        out["perf/peak_memory_generator_gb"] = max(r.peak_memory_bytes for r in training) / 2**30
+    out["perf/peak_memory_trainer_gb"] = max(commit["peak_memory_gb"] for commit in outcome.commits)
+    return out

@@ -1,0 +1,133 @@
+"""Saving and resuming a run (I9).
+
+The order of prompts and every random draw are functions of (seed, step), so beside the engine's state a run's state is
+its step number; what must agree between the two runs is checked. A checkpoint is written into a folder of its own and
+renamed when it is complete; the tracker file is replaced in one move. A kill at any time leaves the last one intact.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ray
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+
+from verl_digen.data.prompts import fingerprint
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+RUN_FILE = "run.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def run_state(trainer) -> dict[str, Any]:
+    """What a resumed run must agree on, and the step."""
+    plan = trainer.plan
+    return {
+        "global_steps": trainer.global_steps,
+        "seed": plan.seed,
+        "prompts_per_step": plan.prompts,
+        "samples_per_prompt": plan.n,
+        "train_prompts": len(trainer.train_dataset),
+        "train_fingerprint": fingerprint(trainer.train_dataset),
+        "shuffle": bool(trainer.config.data.get("shuffle", True)),
+    }
+
+
+def check_run_state(saved: dict[str, Any], current: dict[str, Any], folder: Path) -> None:
+    """Refuse to go on with another order of prompts or other noise.
+
+    Raises:
+        ValueError: every entry that differs, saved and current.
+    """
+    differing = {k: (saved.get(k), v) for k, v in current.items() if k != "global_steps" and saved.get(k) != v}
+    if differing:
+        raise ValueError(
+            f"checkpoint {folder} belongs to a run with other data or seeds (saved, now): "
+            + "; ".join(f"{k}: {a} -> {b}" for k, (a, b) in differing.items())
+            + ". Restore these options or start anew with trainer.resume_mode=disable"
+        )
+
+
+def save_trainer(trainer) -> None:
+    """Write ``global_step_N`` and point the tracker at it; drop checkpoints beyond ``trainer.max_actor_ckpt_to_keep``."""
+    config = trainer.config.trainer
+    root = Path(config.default_local_dir)
+    final = root / f"global_step_{trainer.global_steps}"
+    partial = root / f".partial_global_step_{trainer.global_steps}"
+    for folder in (partial, final):
+        if folder.exists():
+            shutil.rmtree(folder)
+    partial.mkdir(parents=True)
+    trainer.actor_rollout_wg.save_checkpoint(str(partial / "actor"), None, trainer.global_steps)
+    (partial / RUN_FILE).write_text(json.dumps(run_state(trainer), indent=1))
+    _sync(partial)
+    os.replace(partial, final)
+    tracker = root / f".{TRACKER}"
+    tracker.write_text(str(trainer.global_steps))
+    os.replace(tracker, root / TRACKER)
+    logger.info("checkpoint written: %s", final)
+    _prune(root, config.get("max_actor_ckpt_to_keep"), final)
+
+
+def _sync(folder: Path) -> None:
+    """Flush the files to disk before the rename makes them the checkpoint."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _prune(root: Path, keep: int | None, newest: Path) -> None:
+    if not keep or keep < 1:
+        return
+    steps = sorted(root.glob("global_step_*"), key=lambda p: int(p.name.rsplit("_", 1)[1]))
+    for folder in steps[:-keep]:
+        if folder != newest:
+            shutil.rmtree(folder)
+
+
+def load_trainer(trainer) -> None:
+    """Set ``global_steps`` and load the newest complete checkpoint, as ``trainer.resume_mode`` says.
+
+    Raises:
+        ValueError: an unknown mode, a path that is no checkpoint, or another run's.
+    """
+    config = trainer.config.trainer
+    trainer.global_steps = 0
+    folder = _folder_to_resume(config)
+    if folder is None:
+        return
+    state_file = folder / RUN_FILE
+    if not state_file.is_file():
+        raise ValueError(f"{folder} holds no complete checkpoint ({RUN_FILE} is missing)")
+    saved = json.loads(state_file.read_text())
+    check_run_state(saved, run_state(trainer), folder)
+    ray.get(
+        [w.load_checkpoint.remote(local_path=str(folder / "actor")) for w in trainer.actor_rollout_wg.workers],
+        timeout=trainer.plan.digen.failure.sync_timeout_s,
+    )
+    trainer.global_steps = saved["global_steps"]
+    logger.info("resumed from %s at step %d", folder, trainer.global_steps)
+
+
+def _folder_to_resume(config) -> Path | None:
+    if config.resume_mode == "disable":
+        return None
+    if config.resume_mode == "auto":
+        latest = find_latest_ckpt_path(os.path.abspath(config.default_local_dir))
+        return Path(latest) if latest is not None else None
+    if config.resume_mode == "resume_path":
+        if not config.resume_from_path:
+            raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path")
+        return Path(os.path.abspath(config.resume_from_path))
+    raise ValueError(f"trainer.resume_mode={config.resume_mode!r}: choose disable, auto or resume_path")

@@ -1,0 +1,408 @@
+"""The trainer ``digen``: veRL's own loop, with a diffusion rollout and transactions in place of the text parts.
+
+``fit``, epochs, validation times, checkpoint times and logging are veRL's. A step is: prompt groups of the step →
+rollout manager → rewards → advantages → transaction(s) → publish. Version k is what is published after step k; step
+k + 1 is generated under it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import ray
+from omegaconf import DictConfig, OmegaConf, open_dict
+from rich.console import Console
+from rich.table import Table
+from transfer_queue import KVBatchMeta
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.debug import marked_timer
+from verl.utils.ray_utils import auto_await
+from verl.workers.config import TrainingWorkerConfig
+
+from verl_digen.config.plan import RunPlan, resolve_plan
+from verl_digen.config.unread import check_unread
+from verl_digen.data.prompts import PromptDataset, batch_indices, group_uid
+from verl_digen.diffusion.losses import FlowGRPOConfig
+from verl_digen.engine.transaction import StepRule
+from verl_digen.models.family import Guidance, family_for
+from verl_digen.rollout.manager import RolloutPool
+from verl_digen.rollout.replica import DiffusersReplica, DiffusionRolloutWorker
+from verl_digen.rollout.requests import TRAIN, PromptGroup, row_key
+from verl_digen.sync.publisher import PublishError, WeightPublisher
+from verl_digen.trainer import metrics as digen_metrics
+from verl_digen.trainer.pools import ROLLOUT_POOL, TRAINER_POOL, DigenResourcePoolManager
+from verl_digen.trainer.resume import load_trainer, save_trainer
+from verl_digen.trainer.rewards import DiffusionRewardLoopManager
+from verl_digen.trainer.step import StepOutcome, TrainingStep
+from verl_digen.trainer.validate import Validator, dump_samples
+from verl_digen.trainer.worker import DiffusionActorWorker
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+
+class DigenTrainer(PPOTrainer):
+    """See the module's docstring.
+
+    Raises:
+        ValueError: at construction, before any device is taken: see :func:`verl_digen.config.plan.resolve_plan`.
+    """
+
+    def __init__(self, config: DictConfig):
+        check_unread(config)
+        self.plan: RunPlan = resolve_plan(config)
+        super().__init__(config)
+        self.use_reference_policy = False  # the reference lives in the training engine
+        self.outcome: StepOutcome | None = None
+        self._sync_metrics: dict[str, float] = {}
+
+    def _build_replay_buffer(self) -> None:
+        """Groups are assembled by the rollout manager, which knows their samples; there is no replay buffer."""
+        return None
+
+    # ---- building ------------------------------------------------------------------------------------------
+
+    def _setup(self) -> None:
+        self._init_tokenizer()
+        self._init_dataloader()
+        self._init_dump_executor()
+        self._check_model()
+        self._print_plan()
+        self._init_resource_pool_mgr()
+        self.resource_pool_manager.create_resource_pool()
+        self._start_workers()
+        self.reward_loop_manager = DiffusionRewardLoopManager(config=self.config, rm_resource_pool=None)
+        self._init_models()
+        self.teacher_model_manager = None
+        self._load_checkpoint()
+
+    def _init_tokenizer(self) -> None:
+        """Prompts are tokenised by the model family in the replicas."""
+        self.tokenizer = self.processor = None
+
+    def _init_dataloader(self) -> None:
+        data = self.config.data
+        self.train_dataset = PromptDataset(_files(data.train_files))
+        self.val_dataset = PromptDataset(_files(data.val_files))
+        self.steps_per_epoch = len(self.train_dataset) // self.plan.prompts
+        batch_indices(self.plan.seed, len(self.train_dataset), self.plan.prompts, step=1)  # refuses a batch too large
+        total = self.config.trainer.total_training_steps
+        self.total_training_steps = (
+            total if total is not None else self.steps_per_epoch * self.config.trainer.total_epochs
+        )
+        if self.total_training_steps > self.steps_per_epoch * self.config.trainer.total_epochs:
+            raise ValueError(
+                f"trainer.total_training_steps={self.total_training_steps} needs more than trainer.total_epochs="
+                f"{self.config.trainer.total_epochs} epochs of {self.steps_per_epoch} steps; raise trainer.total_epochs to "
+                f"{-(-self.total_training_steps // self.steps_per_epoch)}"
+            )
+        updates = self.total_training_steps * self.plan.logical_batches * self.plan.epochs
+        with open_dict(self.config):
+            self.config.actor_rollout_ref.actor.optim.total_training_steps = updates
+
+    def _check_model(self) -> None:
+        """Model parts, size, guidance and schedule, from the folder's JSON files; no weights are read."""
+        model, digen = self.config.actor_rollout_ref.model, self.plan.digen
+        self.model_config = omega_conf_to_dataclass(model)
+        family_cls = family_for(self.model_config.path, model.family)
+        family_cls.check_parts(self.model_config.path)
+        import torch
+
+        family = family_cls(self.model_config.path, dtype=getattr(torch, model.dtype))
+        family.attention_backend = model.attention_backend
+        sampling, validation = digen.sampling, digen.validation
+        size = [
+            asked if asked is not None else default
+            for asked, default in zip(
+                (sampling.height, sampling.width, sampling.num_frames), family.default_size(), strict=True
+            )
+        ]
+        self.guidance = Guidance(
+            scale=sampling.guidance_scale, rescale=sampling.guidance_rescale, embedded=sampling.embedded_guidance
+        )
+        scale = validation.guidance_scale if validation.guidance_scale is not None else sampling.guidance_scale
+        val_guidance = Guidance(
+            scale=scale, rescale=sampling.guidance_rescale and scale != 1.0, embedded=sampling.embedded_guidance
+        )
+        self.expected_sampling = {
+            "train": family.effective_parameters(sampling.num_steps, *size, guidance=self.guidance),
+            "validation": family.effective_parameters(
+                validation.num_steps or sampling.num_steps, *size, guidance=val_guidance
+            ),
+        }
+
+    def _print_plan(self) -> None:
+        table = Table(title="verl_digen: resolved plan", show_header=False)
+        sampling = self.expected_sampling["train"]
+        table.add_row("model", f"{self.model_config.path} ({sampling['family']}, {sampling['dtype']})")
+        table.add_row(
+            "sampling",
+            f"{sampling['num_steps']} steps, {self.plan.digen.sampling.kind} eta {self.plan.digen.sampling.eta:g}, "
+            f"{sampling['height']}x{sampling['width']}x{sampling['num_frames']}, guidance {sampling['guidance_scale']:g}",
+        )
+        for what, value in self.plan.rows():
+            table.add_row(what, value)
+        Console(width=120).print(table)
+
+    def _init_resource_pool_mgr(self) -> None:
+        trainer, rollout = self.config.trainer, self.config.actor_rollout_ref.rollout
+        types = self.plan.digen.accelerator_type
+        spec = {TRAINER_POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
+        if self.disaggregated:
+            spec[ROLLOUT_POOL] = [rollout.n_gpus_per_node] * rollout.nnodes
+        self.mapping = {Role.ActorRollout: TRAINER_POOL}
+        self.resource_pool_manager = DigenResourcePoolManager(
+            resource_pool_spec=spec,
+            mapping=self.mapping,
+            max_colocate_count=1,
+            accelerator_types={TRAINER_POOL: types.trainer, ROLLOUT_POOL: types.rollout},
+        )
+
+    @property
+    def disaggregated(self) -> bool:
+        return self.plan.digen.placement == "disaggregated"
+
+    def _start_workers(self) -> None:
+        """Start all processes of both pools; nothing is loaded yet."""
+        actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+        plan, digen = self.plan, self.plan.digen
+        rule = StepRule(
+            kind=digen.sampling.kind,
+            eta=digen.sampling.eta,
+            guidance=self.guidance,
+            loss=plan.loss,
+            loss_config=FlowGRPOConfig(
+                clip_low=plan.clip_low,
+                clip_high=plan.clip_high,
+                adv_max=digen.algorithm.adv_max,
+                kl_beta=plan.kl_beta,
+                kl_form=digen.algorithm.kl_form,
+            ),
+            max_cells=digen.tsp.max_cells,
+            tsp=digen.tsp.enable,
+            num_steps=digen.sampling.num_steps,
+        )
+        bucket = self.config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+        device = self.config.trainer.device
+        actor_class = RayClassWithInitArgs(
+            cls=ray.remote(DiffusionActorWorker),
+            config=TrainingWorkerConfig(
+                model_type="diffusion_model",
+                model_config=self.model_config,
+                engine_config=actor.engine,
+                optimizer_config=actor.optim,
+                checkpoint_config=actor.checkpoint,
+                profiler_config=None,
+            ),
+            digen=digen,
+            rule=rule,
+            with_reference=plan.with_reference,
+            seed=plan.seed,
+            colocated=not self.disaggregated,
+            bucket_bytes=bucket,
+        )
+        pools = self.resource_pool_manager.resource_pool_dict
+        self.actor_rollout_wg = RayWorkerGroup(
+            resource_pool=pools[TRAINER_POOL], ray_cls_with_init=actor_class, bin_pack=False, device_name=device
+        )
+        if self.disaggregated:
+            self.rollout_class = RayClassWithInitArgs(
+                cls=ray.remote(DiffusionRolloutWorker),
+                model=self.model_config,
+                digen=digen,
+                seed=plan.seed,
+                bucket_bytes=bucket,
+            )
+            self.rollout_wg = RayWorkerGroup(
+                resource_pool=pools[ROLLOUT_POOL],
+                ray_cls_with_init=self.rollout_class,
+                bin_pack=False,
+                device_name=device,
+            )
+
+    def _init_models(self) -> None:
+        """Load both sides at the same time and tie replicas and channel together."""
+        rollout = self.config.actor_rollout_ref.rollout
+        self.replicas = [
+            DiffusersReplica(
+                replica_rank=rank,
+                config=rollout,
+                model_config=self.config.actor_rollout_ref.model,
+                gpus_per_node=rollout.n_gpus_per_node,
+            )
+            for rank in range(self.plan.replicas)
+        ]
+        loading = self.actor_rollout_wg.init_model()
+        if self.disaggregated:
+            loading = loading + [
+                worker.init_model.remote(f"replica{rank}") for rank, worker in enumerate(self.rollout_wg.workers)
+            ]
+        loaded = self._wait(loading, "loading the model")
+        self._check_lora(loaded)
+        self._launch_replicas()
+        self.checkpoint_manager = WeightPublisher(
+            omega_conf_to_dataclass(rollout.checkpoint_engine),
+            self.actor_rollout_wg,
+            self.replicas,
+            colocated=not self.disaggregated,
+            timeout_s=self.plan.digen.failure.sync_timeout_s,
+        )
+        self.llm_server_manager = None
+
+    @auto_await
+    async def _launch_replicas(self) -> None:
+        for replica in self.replicas:
+            if self.disaggregated:
+                pool = self.resource_pool_manager.resource_pool_dict[ROLLOUT_POOL]
+                await replica.init_from_group(self.rollout_wg, pool)
+            else:
+                await replica.init_hybrid(self.actor_rollout_wg)
+
+    def _check_lora(self, loaded: list[dict[str, Any]]) -> None:
+        bound = {entry["lora"] for entry in loaded}
+        if len(bound) != 1 or (self.plan.lora_rank and bound == {0}):
+            raise ValueError(
+                f"actor_rollout_ref.model.lora_rank={self.plan.lora_rank}: adapter tensors bound by the workers are "
+                f"{[entry['lora'] for entry in loaded]}; they must be equal and more than 0"
+            )
+
+    def _wait(self, refs: list, doing: str) -> list:
+        seconds = self.plan.digen.failure.sync_timeout_s
+        try:
+            return ray.get(refs, timeout=seconds)
+        except ray.exceptions.GetTimeoutError as error:
+            raise TimeoutError(
+                f"{doing} took longer than trainer.v1.digen.failure.sync_timeout_s={seconds:g} s"
+            ) from error
+
+    def get_llm_client(self) -> RolloutPool:
+        """What the rollout manager is built with."""
+        return RolloutPool(
+            replicas=self.replicas,
+            restart=self._restart_replica if self.disaggregated else None,
+            expected=self.expected_sampling,
+            reward_restart=self.reward_loop_manager.restart,
+        )
+
+    def _restart_replica(self, replica: DiffusersReplica) -> None:
+        """Called by the rollout manager when a replica died or hangs: a new process with the current weights."""
+        logger.warning("restarting %s", replica.name)
+        replica.respawn(self.rollout_class, self.config.trainer.device)
+        self._wait([replica.workers[0].init_model.remote(replica.name)], f"loading the model in {replica.name}")
+        self.checkpoint_manager.republish()
+
+    # ---- the loop's hooks ----------------------------------------------------------------------------------
+
+    def on_init_end(self) -> None:
+        self._publish()
+
+    def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
+        """One training step under the current version; see :mod:`verl_digen.trainer.step`."""
+        groups = self._groups_of_step(self.global_steps)
+        runner = TrainingStep(self.plan, self.actor_rollout_wg, self.agent_loop_manager)
+        self.outcome = runner.run(
+            groups,
+            version=self.checkpoint_manager.version,
+            training_step=self.global_steps,
+            timing_raw=timing_raw,
+            keep_pixels=self._pixels_to_keep(groups),
+        )
+        keys = [row_key(uid, j) for group in groups for uid, j in group.samples] + [group.uid for group in groups]
+        return KVBatchMeta(partition_id=TRAIN, keys=keys, tags=[{} for _ in keys])
+
+    def on_step_end(self) -> None:
+        with marked_timer("update_weights", self.timing_raw):
+            self._publish()
+        learning = self.outcome.commits[-1]
+        if not self._sync_metrics["sync/changed"] and learning["lr"] > 0 and learning["grad_norm"] > 0:
+            raise PublishError(
+                f"step {self.global_steps} committed with gradient norm {learning['grad_norm']:g} and learning rate "
+                f"{learning['lr']:g}, but the published weights did not change"
+            )
+
+    def on_sample_end(self) -> None:
+        """veRL's sampling phase has no counterpart here."""
+
+    def on_validate_begin(self) -> None:
+        if self.plan.digen.ema.validate:
+            self.checkpoint_manager.update_weights(self.global_steps, averaged=True)
+
+    def on_validate_end(self) -> None:
+        if self.plan.digen.ema.validate:
+            self.checkpoint_manager.update_weights(self.global_steps)
+
+    def _publish(self) -> None:
+        self._sync_metrics = self.checkpoint_manager.update_weights(self.global_steps)
+
+    def _groups_of_step(self, step: int) -> list[PromptGroup]:
+        epoch, places = batch_indices(
+            self.plan.seed,
+            len(self.train_dataset),
+            self.plan.prompts,
+            step,
+            shuffle=self.config.data.get("shuffle", True),
+        )
+        return [
+            prompt_group(self.train_dataset[index], group_uid(self.plan.seed, epoch, position), self.plan.n, TRAIN)
+            for position, index in places
+        ]
+
+    def _pixels_to_keep(self, groups: list[PromptGroup]) -> set:
+        if not self.config.trainer.get("rollout_data_dir", None):
+            return set()
+        return {sample for group in groups for sample in group.samples}
+
+    # ---- validation, metrics, dumps, checkpoints -----------------------------------------------------------
+
+    def _validate(self) -> dict[str, float]:
+        return Validator(self).run()
+
+    def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch) -> None:
+        reports, reward_seconds = self.agent_loop_manager.take_reports()
+        metrics.update(
+            digen_metrics.step_metrics(
+                self.outcome,
+                self.plan,
+                reports,
+                reward_seconds,
+                timing_raw,
+                step=global_steps,
+                epoch=epoch,
+                version=self.checkpoint_manager.version - 1,
+            )
+        )
+        metrics.update(self._sync_metrics)
+
+    def _log_rollout_data(self, batch, timing_raw, rollout_data_dir) -> None:
+        with marked_timer("dump_rollout_generations", timing_raw):
+            dump_samples(self, self.outcome.groups, rollout_data_dir)
+
+    def _save_checkpoint(self) -> None:
+        save_trainer(self)
+
+    def _load_checkpoint(self) -> None:
+        load_trainer(self)
+
+
+def prompt_group(row: dict[str, Any], uid: str, n: int, partition: str) -> PromptGroup:
+    """A prompt row as the group that is generated for it."""
+    return PromptGroup(
+        uid=uid,
+        n=n,
+        prompt=row["prompt"],
+        negative_prompt=row["negative_prompt"] or "",
+        ground_truth=row["ground_truth"],
+        data_source=row["data_source"],
+        extra_info=row["extra_info"],
+        partition=partition,
+    )
+
+
+def _files(option) -> list[str]:
+    files = [option] if isinstance(option, str) else OmegaConf.to_container(option)
+    return [os.path.expanduser(file) for file in files]

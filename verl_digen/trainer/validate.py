@@ -1,0 +1,159 @@
+"""Validation and what a run leaves to look at: sample grids, JSON lines, images."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl_digen.rollout.manager import GroupResult
+from verl_digen.rollout.requests import VALIDATION
+
+Sample = tuple[str, int]
+
+
+class Validator:
+    """Validation of the current weights: ODE sampling of all validation prompts with fixed noise.
+
+    The noise of a validation sample is keyed by its row, so pictures of different steps can be compared.
+
+    Args:
+        trainer: a :class:`~verl_digen.trainer.trainer.DigenTrainer`.
+    """
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.manager = trainer.agent_loop_manager
+
+    def run(self) -> dict[str, float]:
+        """Generate, score, write the grid and dumps; returns ``val-core/...`` and ``val-aux/...`` metrics."""
+        from verl_digen.trainer.trainer import prompt_group
+
+        trainer = self.trainer
+        n = trainer.config.actor_rollout_ref.rollout.val_kwargs.n
+        groups = [
+            prompt_group(trainer.val_dataset[index], f"val{index:06d}", n, VALIDATION)
+            for index in range(len(trainer.val_dataset))
+        ]
+        dump_dir = trainer.config.trainer.get("validation_data_dir", None)
+        shown = grid_samples([s for g in groups for s in g.samples], trainer.plan.digen.validation.grid_samples)
+        everything = {s for g in groups for s in g.samples}
+        self.manager.generate_sequences(
+            groups,
+            version=trainer.checkpoint_manager.version,
+            training_step=max(trainer.global_steps, 1),
+            keep_pixels=everything if dump_dir else set(shown),
+        )
+        failure = trainer.plan.digen.failure
+        deadline = 2 * (failure.max_retries + 1) * (failure.generate_timeout_s + failure.reward_timeout_s)
+        results = [self.manager.next_group(deadline) for _ in groups]
+        results.sort(key=lambda r: r.group.uid)
+        self.manager.take_reports()
+        if shown:
+            self._write_grid(results, shown)
+        if dump_dir:
+            dump_samples(trainer, results, dump_dir)
+        self.manager.pixels.clear()
+        return self._metrics(results)
+
+    def _metrics(self, results: list[GroupResult]) -> dict[str, float]:
+        sources, uids, infos = [], [], defaultdict(list)
+        for result in results:
+            for sample in result.samples:
+                sources.append(result.group.data_source)
+                uids.append(sample.uid)
+                infos["reward"].append(sample.reward)
+                for name, value in sample.extra.items():
+                    if isinstance(value, bool | int | float):
+                        infos[name].append(float(value))
+        complete = {name: values for name, values in infos.items() if len(values) == len(uids)}
+        return self.trainer._val_metrics_update(sources, uids, complete, [])
+
+    def _write_grid(self, results: list[GroupResult], shown: list[Sample]) -> None:
+        trainer = self.trainer
+        by_sample = {(s.uid, s.j): (r.group.prompt, s.reward) for r in results for s in r.samples}
+        path = Path(trainer.config.trainer.default_local_dir) / "grids" / f"step_{trainer.global_steps:05d}.png"
+        figure = draw_grid(
+            [self.manager.pixels[s] for s in shown],
+            [by_sample[s] for s in shown],
+            f"step {trainer.global_steps}",
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+        log_grid(trainer.logger.logger, path, trainer.global_steps)
+
+
+def grid_samples(samples: list[Sample], count: int) -> list[Sample]:
+    """``count`` samples spread evenly over all, always the same ones."""
+    if count <= 0 or not samples:
+        return []
+    step = max(len(samples) / count, 1.0)
+    return [samples[int(i * step)] for i in range(min(count, len(samples)))]
+
+
+def draw_grid(images: list[np.ndarray], labels: list[tuple[str, float]], title: str):
+    """A matplotlib figure of images uint8 [H, W, C] (of a video [F, H, W, C] the middle frame) with their rewards."""
+    from matplotlib.figure import Figure
+
+    columns = min(10, len(images))
+    rows = -(-len(images) // columns)
+    figure = Figure(figsize=(1.1 * columns, 1.35 * rows + 0.4), layout="constrained")
+    figure.suptitle(title, fontsize=9)
+    axes = np.atleast_1d(figure.subplots(rows, columns, squeeze=False)).ravel()
+    for axis in axes:
+        axis.set_axis_off()
+    for axis, image, (prompt, reward) in zip(axes, images, labels, strict=False):
+        frame = image[len(image) // 2] if image.ndim == 4 else image
+        if frame.shape[-1] == 1:
+            axis.imshow(frame[..., 0], cmap="gray", vmin=0, vmax=255)
+        else:
+            axis.imshow(frame)
+        axis.set_title(f"{prompt[:22]}\n{reward:.2f}", fontsize=5)
+    return figure
+
+
+def log_grid(loggers: dict[str, Any], path: Path, step: int) -> None:
+    """Give the picture to the loggers that show pictures (tensorboard, wandb)."""
+    from PIL import Image
+
+    if "tensorboard" in loggers:
+        image = np.asarray(Image.open(path).convert("RGB"))
+        loggers["tensorboard"].writer.add_image("validation/grid", image, step, dataformats="HWC")
+    if "wandb" in loggers:
+        wandb = loggers["wandb"]
+        wandb.log({"validation/grid": wandb.Image(str(path))}, step=step)
+
+
+def dump_samples(trainer, results: list[GroupResult], folder: str) -> None:
+    """Write ``STEP.jsonl`` and the images ``STEP/UID_J.png`` (of a video the middle frame) of complete groups."""
+    from PIL import Image
+
+    step, pixels = trainer.global_steps, trainer.agent_loop_manager.pixels
+    image_dir = Path(folder) / str(step)
+    image_dir.mkdir(parents=True, exist_ok=True)
+    advantages = trainer.outcome.advantages if trainer.outcome is not None else {}
+    with open(os.path.join(folder, f"{step}.jsonl"), "w") as file:
+        for result in results:
+            for s in result.samples:
+                image = pixels.pop((s.uid, s.j)) if results[0].group.partition != VALIDATION else pixels[(s.uid, s.j)]
+                frame = image[len(image) // 2] if image.ndim == 4 else image
+                name = f"{s.uid}_{s.j}.png"
+                Image.fromarray(frame[..., 0] if frame.shape[-1] == 1 else frame).save(image_dir / name)
+                row = {
+                    "step": step,
+                    "uid": s.uid,
+                    "sample": s.j,
+                    "prompt": result.group.prompt,
+                    "ground_truth": result.group.ground_truth,
+                    "image": f"{step}/{name}",
+                    "reward": s.reward,
+                    "advantage": advantages.get((s.uid, s.j)),
+                    "version": s.version,
+                    "replica": s.replica,
+                    "extra": s.extra,
+                }
+                file.write(json.dumps(row, default=float) + "\n")

@@ -1,0 +1,240 @@
+"""The training worker: one rank of the Trainer, and in colocated placement a replica as well."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transfer_queue as tq
+from torch.distributed.tensor import DTensor
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.device import get_device_name
+from verl.utils.distributed import initialize_global_process_group_ray
+from verl.workers.config import TrainingWorkerConfig
+from verl.workers.engine_workers import TrainingWorker
+
+from verl_digen.config.digen import DigenConfig
+from verl_digen.engine.tiles import SampleRow
+from verl_digen.engine.transaction import StepRule, Transaction, TransactionError
+from verl_digen.platform.memory import peak_memory_bytes, reset_peak_memory
+from verl_digen.rollout.replica import RolloutRole
+from verl_digen.rollout.requests import row_key
+from verl_digen.sync.channel import DigenCheckpointEngine
+from verl_digen.sync.checksum import tensors_checksum
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainFragment:
+    """A scored fragment as the Trainer accumulates it.
+
+    Attributes:
+        shares: samples (uid, j) of each rank; a share may be empty.
+        advantages: by (uid, j).
+        num_tiles: tiles that every rank runs.
+        last: it completes the logical batch.
+        partition: of the TransferQueue.
+    """
+
+    shares: tuple[tuple[tuple[str, int], ...], ...]
+    advantages: dict[tuple[str, int], float]
+    num_tiles: int
+    last: bool
+    partition: str = "train"
+
+
+class DiffusionActorWorker(RolloutRole, TrainingWorker):
+    """A rank of the training worker group.
+
+    Args:
+        config: veRL's worker config (model, engine, optimizer, checkpoint).
+        digen: ``trainer.v1.digen``.
+        rule: how cells are scored and weighed.
+        with_reference: a KL to the initial policy is in the loss.
+        seed: run seed.
+        colocated: the rank is a replica too.
+        bucket_bytes: of the weight channel.
+    """
+
+    def __init__(
+        self,
+        config: TrainingWorkerConfig,
+        digen: DigenConfig,
+        rule: StepRule,
+        with_reference: bool,
+        seed: int,
+        colocated: bool,
+        bucket_bytes: int,
+    ):
+        if get_device_name() == "cpu":
+            # veRL asks for "cpu:gloo,<device>:<backend>", which names the CPU twice here
+            initialize_global_process_group_ray(backend="cpu:gloo")
+        TrainingWorker.__init__(self, config)
+        if digen.threads.trainer is not None:
+            torch.set_num_threads(digen.threads.trainer)
+        self._train_threads = torch.get_num_threads()
+        self.digen, self.rule, self.seed, self.colocated = digen, rule, seed, colocated
+        self.engine.configure(digen, with_reference=with_reference, seed=seed)
+        self.transaction: Transaction | None = None
+        self.checkpoint_engine = DigenCheckpointEngine(
+            bucket_bytes, is_master=dist.get_rank() == 0, timeout_s=digen.failure.sync_timeout_s
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def init_model(self) -> dict[str, Any]:
+        """Build the engine, and the replica in colocated placement."""
+        self.engine.initialize()
+        tq.init()
+        if self.colocated:
+            self.init_sampler(self.model_config, self.digen, self.seed, f"replica{dist.get_rank()}")
+        trained = sum(p.numel() for p in self.engine.trainable_parameters())
+        return {"lora": self.engine.lora_bound, "trained_parameters": trained, "family": self.engine.family.name}
+
+    # ---- transaction ---------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def begin(self, planned_cells: int, on_policy: bool) -> None:
+        """Open the transaction of a logical batch."""
+        if self.transaction is not None:
+            raise TransactionError("a transaction is open already; commit or abort it first")
+        torch.set_num_threads(self._train_threads)
+        reset_peak_memory()
+        self._mode = self.engine.train_mode()
+        self._mode.__enter__()
+        self._conditions: dict[str, tuple[dict, dict | None]] = {}
+        self.transaction = Transaction(self.engine, self.rule, planned_cells=planned_cells, on_policy=on_policy)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def accumulate(self, fragment: TrainFragment) -> dict[str, float]:
+        """Fetch this rank's rows and run its tiles; returns seconds by phase."""
+        transaction = self._open()
+        started = time.perf_counter()
+        share = fragment.shares[dist.get_rank()]
+        first = next(s for shares in fragment.shares for s in shares)
+        rows = self._fetch(share or (first,), fragment)
+        fetched = time.perf_counter()
+        transaction.accumulate(
+            rows if share else [], num_tiles=fragment.num_tiles, idle_row=rows[0], last=fragment.last
+        )
+        return {"fetch": fetched - started, "tiles": time.perf_counter() - fetched}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def commit(self) -> dict[str, float]:
+        """Step the optimizer once and close the transaction."""
+        transaction = self._open()
+        started = time.perf_counter()
+        try:
+            total = torch.tensor([transaction.cells], dtype=torch.int64, device=self.engine.device)
+            dist.all_reduce(total)
+            metrics = transaction.commit(int(total))
+        finally:
+            self._close()
+        metrics["commit_s"] = time.perf_counter() - started
+        metrics["peak_memory_gb"] = peak_memory_bytes() / 2**30
+        return metrics
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def abort(self) -> None:
+        """Close the transaction, if one is open, without a trace."""
+        if self.transaction is not None:
+            self.transaction.abort()
+            self._close()
+
+    def _open(self) -> Transaction:
+        if self.transaction is None:
+            raise TransactionError("no transaction is open; call begin first")
+        return self.transaction
+
+    def _close(self) -> None:
+        self.transaction = None
+        self._mode.__exit__(None, None, None)
+
+    def _fetch(self, samples, fragment: TrainFragment) -> list[SampleRow]:
+        uids = list(dict.fromkeys(uid for uid, _ in samples))
+        self._fetch_conditions([uid for uid in uids if uid not in self._conditions], fragment.partition)
+        data = tq.kv_batch_get(
+            keys=[row_key(uid, j) for uid, j in samples],
+            partition_id=fragment.partition,
+            select_fields=["latents", "sigmas", "rollout_log_probs", "starts"],
+        )
+        columns = {name: data[name].unbind(0) for name in ("latents", "sigmas", "rollout_log_probs", "starts")}
+        return [
+            SampleRow(
+                uid=uid,
+                j=j,
+                latents=columns["latents"][i],
+                sigmas=columns["sigmas"][i],
+                starts=tuple(columns["starts"][i].tolist()),
+                log_probs=columns["rollout_log_probs"][i],
+                advantage=fragment.advantages[(uid, j)],
+                cond=self._conditions[uid][0],
+                negative=self._conditions[uid][1],
+            )
+            for i, (uid, j) in enumerate(samples)
+        ]
+
+    def _fetch_conditions(self, uids: list[str], partition: str) -> None:
+        """Prompt tensors of groups that this logical batch has not met yet."""
+        if not uids:
+            return
+        data = tq.kv_batch_get(keys=uids, partition_id=partition)
+        columns = {name: data[name].unbind(0) for name in data.keys()}
+        for i, uid in enumerate(uids):
+            cond = {n.partition(".")[2]: c[i] for n, c in columns.items() if n.startswith("cond.")}
+            negative = {n.partition(".")[2]: c[i] for n, c in columns.items() if n.startswith("negative.")}
+            self._conditions[uid] = (cond, negative or None)
+
+    # ---- weights -------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+    def execute_checkpoint_engine(self, method: str, *args, **kwargs):
+        """Call ``method`` of this end of the weight channel."""
+        return getattr(self.checkpoint_engine, method)(*args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def publish_weights(self, global_steps: int, averaged: bool = False) -> dict[str, Any]:
+        """Give version ``global_steps`` to the replicas: to the own one when colocated, else through the channel.
+
+        Args:
+            averaged: publish the EMA weights.
+
+        Returns:
+            checksum and number of the tensors published; the own replica's acknowledgement when colocated.
+        """
+        if self.transaction is not None:
+            raise TransactionError("weights are published between transactions; one is open")
+        context = self.engine.averaged_weights() if averaged else nullcontext()
+        with self.engine.eval_mode(), context, torch.no_grad():
+            tensors, _ = self.engine.get_per_tensor_param()
+            return self._publish(tensors, global_steps)
+
+    def _publish(self, tensors, version: int) -> dict[str, Any]:
+        sums: list[int] = []
+
+        def counted():
+            for name, tensor in tensors:
+                sums.append(tensors_checksum([(name, tensor)]))
+                yield name, tensor
+
+        out: dict[str, Any] = {}
+        if self.colocated:
+            checksum, count = self.sampler.load_weights(counted(), version)
+            out["ack"] = {"replica": self._replica_name, "version": version, "checksum": checksum, "tensors": count}
+        elif dist.get_rank() == 0:
+            out |= asyncio.run(self.checkpoint_engine.send_weights(counted(), version))
+        else:
+            for _ in counted():  # every rank takes part in gathering each tensor
+                continue
+        return out | {"checksum": sum(sums) % (1 << 64), "tensors": len(sums), "version": version}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fingerprint(self) -> int:
+        """Checksum of the whole trained weights in the master dtype (the same on every rank)."""
+        return tensors_checksum(
+            (name, p.full_tensor() if isinstance(p, DTensor) else p)
+            for name, p in ((n, p.detach()) for n, p in self.engine.named_trainable())
+        )
