@@ -176,6 +176,13 @@ def test_plugin_page_imports_neither_torch_nor_ray_nor_verl():
     assert done.stdout.strip() == "[]"
 
 
+def test_importing_the_package_installs_the_hooks_before_any_of_its_modules():
+    """So that ``import verl_digen.trainer.trainer`` before ``import verl`` can be watched (invariant 3)."""
+    code = "import sys, verl_digen; print('verl_digen.plugin' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
+
+
 # --------------------------------------------------------------------------------- one row at a time, faked
 
 

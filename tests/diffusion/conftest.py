@@ -1,4 +1,4 @@
-"""Hypothesis without a deadline: the tests run on shared, busy cores, where a time limit for one example says nothing."""
+"""Hypothesis without a deadline: on shared, busy cores a time limit for one example says nothing."""
 
 from hypothesis import settings
 

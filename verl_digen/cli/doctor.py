@@ -221,7 +221,7 @@ def _tables(report: Report) -> list[Any]:
 
     chosen = table("platform chosen by veRL", "what", "value")
     for key, value in report["platform"].items():
-        chosen.add_row(key, "not set" if value is None else str(value))
+        chosen.add_row(key, "not set" if value is None else _text(str(value)))
 
     registrations = table("registered with veRL", "kind", "name", "status", "target or cause")
     entry_point = report["entry_point"]

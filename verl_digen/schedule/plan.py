@@ -6,6 +6,7 @@ formula, and the best of the ranking are simulated. What the planner reports as 
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -43,8 +44,8 @@ class Search:
     tsp: bool = True
     gap: bool = True
     splits: int = 32
-    shortlist: int = 12
-    trial_steps: int = 4
+    shortlist: int = 16
+    trial_steps: int = 8
     final_steps: int = 12
     recompute_old_log_probs: bool = False
 
@@ -178,9 +179,11 @@ class _Space:
         tiles = {size for size in (*tiles, 1, 2, 4, 8) if 1 <= size <= fit}
         if not self.search.tsp:
             tiles = {min(fit, work.samples)}
-        for count in groups:
-            for cells in tiles:
+        mergers = (1, per_batch) if self.search.tsp and self.search.gap else (1,)
+        for count, cells, merge in itertools.product(groups, sorted(tiles), mergers):
+            if merge == 1 or count * 2 <= per_batch:
                 yield Schedule(
+                    merge=merge,
                     fragment_size=count * work.samples_per_group if self.search.gap else None,
                     max_cells=cells,
                     tsp=self.search.tsp,
@@ -195,15 +198,16 @@ def estimate(case: Case, pools: Pools, profile: Profile, schedule: Schedule) -> 
     work = case.workload
     fragment = schedule.fragment_size or work.samples // work.logical_batches
     count = math.ceil(work.samples / fragment)
+    merged = min(schedule.merge, max(1, count // (2 if schedule.max_stale_ratio else 4)))
     one = profile.train_s(
-        fragment,
+        fragment * merged,
         work.trained_transitions,
         pools.trainer,
         max_cells=schedule.max_cells,
         tsp=schedule.tsp,
         recompute=schedule.recompute_old_log_probs,
     )
-    training = count * one + work.logical_batches * profile.commit_s + profile.publish_block_s
+    training = count / merged * one + work.logical_batches * profile.commit_s + profile.publish_block_s
     batch_s = profile.generate_s(work.denoise_steps, schedule.rollout_batch)
     slowest = batch_s / min(replica.speed for replica in pools.replicas)
     rate = pools.generator_speed * schedule.rollout_batch / batch_s
@@ -291,7 +295,7 @@ def _best(
         result = _play(case, candidate, search.trial_steps)
         trials.append((result.makespan_s, order, candidate))
     trials.sort(key=lambda entry: entry[:2])
-    finals = [(order, Choice(candidate, _play(case, candidate, search.final_steps))) for _, order, candidate in trials[:3]]
+    finals = [(order, Choice(candidate, _play(case, candidate, search.final_steps))) for _, order, candidate in trials[:4]]
     winner = min(finals, key=lambda entry: (entry[1].simulation.makespan_s, entry[0]))
     return winner[1], len(trials) + len(finals)
 

@@ -154,7 +154,7 @@ def schedule_for(mode: str, schedule: Schedule, policy: str | None = None) -> Sc
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
     tag = policy or schedule.policy
-    bare = replace(schedule, tsp=False, policy="none", max_stale_ratio=0.0, barrier=False)
+    bare = replace(schedule, tsp=False, merge=1, policy="none", max_stale_ratio=0.0, barrier=False)
     if mode in ("colocated", "one-shot"):
         return replace(bare, fragment_size=None, barrier=True)
     if mode == "one-batch-ahead":
@@ -162,7 +162,7 @@ def schedule_for(mode: str, schedule: Schedule, policy: str | None = None) -> Sc
     if mode == "gap":
         return bare
     if mode == "gap+tsp":
-        return replace(bare, tsp=True)
+        return replace(bare, tsp=True, merge=schedule.merge)
     if mode == "gap+tsp+tag":
-        return replace(bare, tsp=True, policy=tag)
-    return replace(bare, tsp=True, policy=tag, max_stale_ratio=schedule.max_stale_ratio)
+        return replace(bare, tsp=True, merge=schedule.merge, policy=tag)
+    return replace(bare, tsp=True, merge=schedule.merge, policy=tag, max_stale_ratio=schedule.max_stale_ratio)

@@ -103,28 +103,34 @@ class Run(GeneratorLoop):
             self.bubble()
 
     def train_next(self) -> None:
-        fragment = heapq.heappop(self._ready)[3]
-        for uid, version in self.assembler.take(fragment):
-            self.ledger.consume(uid, fragment.step, version)
+        """Train the first ready fragment, together with others of its logical batch that are ready too."""
+        together: list[Fragment] = []
+        while len(together) < self.schedule.merge and self._ready and self._ready[0][:2] == (self.step, self.batch):
+            fragment = heapq.heappop(self._ready)[3]
+            for uid, version in self.assembler.take(fragment):
+                self.ledger.consume(uid, fragment.step, version)
+            together.append(fragment)
         self.occupy()
-        seconds = self.train_seconds(len(fragment.samples))
-        if self.pools.colocated and fragment.index == 0:
+        if self.pools.colocated and together[0].index == 0:
             for replica in self.idle:
                 self.close_bubble(replica)
             self.record("switch", self.now, self.now + self.profile.phase_switch_s)
-            self.at(self.now + self.profile.phase_switch_s, self.begin_training, fragment, seconds)
+            self.at(self.now + self.profile.phase_switch_s, self.begin_training, together)
         else:
-            self.begin_training(fragment, seconds)
+            self.begin_training(together)
 
-    def begin_training(self, fragment: Fragment, seconds: float) -> None:
+    def begin_training(self, together: list[Fragment]) -> None:
+        samples = sum(len(fragment.samples) for fragment in together)
+        seconds = self.train_seconds(samples)
         self.trainer_busy_s += seconds
-        self.record("train", self.now, self.now + seconds, f"step {fragment.step} fragment {fragment.index}")
-        self.at(self.now + seconds, self.trained_one, fragment)
+        numbers = ", ".join(str(fragment.index) for fragment in together)
+        self.record("train", self.now, self.now + seconds, f"step {self.step} fragment {numbers}")
+        self.at(self.now + seconds, self.trained_some, len(together), samples)
 
-    def trained_one(self, fragment: Fragment) -> None:
-        self.trained += len(fragment.samples)
-        self.fragments_trained += 1
-        self._left -= 1
+    def trained_some(self, fragments: int, samples: int) -> None:
+        self.trained += samples
+        self.fragments_trained += fragments
+        self._left -= fragments
         if self._left:
             self.trainer_free()
             return

@@ -71,7 +71,8 @@ class Validator:
                     if isinstance(value, bool | int | float):
                         infos[name].append(float(value))
         complete = {name: values for name, values in infos.items() if len(values) == len(uids)}
-        return self.trainer._val_metrics_update(sources, uids, complete, [])
+        metrics = self.trainer._val_metrics_update(sources, uids, complete, [])
+        return {name: float(value) for name, value in metrics.items()}
 
     def _write_grid(self, results: list[GroupResult], shown: list[Sample]) -> None:
         trainer = self.trainer

@@ -182,7 +182,7 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
         if not uids:
             return
         data = tq.kv_batch_get(keys=uids, partition_id=partition)
-        columns = {name: data[name].unbind(0) for name in data.keys()}
+        columns = {name: data[name].unbind(0) for name in data.keys()}  # noqa: SIM118 - a TensorDict is no dict
         for i, uid in enumerate(uids):
             cond = {n.partition(".")[2]: c[i] for n, c in columns.items() if n.startswith("cond.")}
             negative = {n.partition(".")[2]: c[i] for n, c in columns.items() if n.startswith("negative.")}

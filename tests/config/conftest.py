@@ -1,0 +1,7 @@
+"""veRL on its CPU platform, whatever the machine has; set before anything imports veRL."""
+
+import os
+
+os.environ.setdefault("VERL_PLATFORM", "cpu")
+
+from tests.config.harness import digits, digits_dir  # noqa: E402, F401 - fixtures

@@ -1,0 +1,69 @@
+"""One Ray cluster, one TransferQueue and one digits folder for the whole test session."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("VERL_PLATFORM", "cpu")
+
+import pytest
+
+from tests.e2e.harness import SMALL, Run, compose
+
+
+@pytest.fixture(scope="session")
+def digits_dir(tmp_path_factory) -> Path:
+    """Model and prompts as ``verl-digen prepare digits`` writes them."""
+    from verl_digen.cli.main import main
+
+    folder = tmp_path_factory.mktemp("digits")
+    assert main(["prepare", "digits", "--out", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cluster(digits_dir):
+    """A local Ray cluster that declares 8 GPUs, and a TransferQueue on it."""
+    import ray
+    import transfer_queue as tq
+
+    ray.init(
+        num_cpus=32,
+        num_gpus=8,
+        include_dashboard=False,
+        log_to_driver=bool(os.environ.get("E2E_LOGS")),
+        runtime_env={
+            "env_vars": {
+                "VERL_PLATFORM": "cpu",
+                "TRANSFER_QUEUE_ENABLE": "1",
+                "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+                "PYTHONPATH": os.pathsep.join(
+                    [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+                ),
+            }
+        },
+    )
+    config = compose(digits_dir, Path("unused"), [])
+    tq.init(config.transfer_queue)
+    yield
+    tq.close()
+    ray.shutdown()
+
+
+@pytest.fixture
+def launch(cluster, digits_dir, tmp_path):
+    """``launch(*overrides)`` starts a small run; all runs of a test are torn down after it."""
+    runs: list[Run] = []
+
+    def start(*overrides: str, name: str | None = None, steps: int = 3) -> Run:
+        folder = tmp_path / (name or f"run{len(runs)}")
+        run = Run(
+            compose(digits_dir, folder, [*SMALL, f"trainer.total_training_steps={steps}", *overrides])
+        )
+        runs.append(run)
+        return run.start()
+
+    yield start
+    for run in runs:
+        run.close()

@@ -1,0 +1,139 @@
+"""Runs of the real trainer on a shared Ray cluster: what ``TaskRunnerV1.run`` does, in the test's own process.
+
+Every run has its own worker processes; the cluster and the TransferQueue are started once per test session.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ray
+import torch
+from omegaconf import DictConfig, OmegaConf, open_dict
+from safetensors.torch import load_file
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+# Small enough to be started often: 3 prompts x 4 samples, 4 denoising steps, one thread per process.
+SMALL = [
+    "data.train_batch_size=3",
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.val_kwargs.n=1",
+    "trainer.v1.digen.sampling.num_steps=4",
+    "trainer.v1.digen.validation.grid_samples=0",
+    "trainer.v1.digen.threads.trainer=1",
+    "trainer.v1.digen.threads.rollout=1",
+    "trainer.v1.digen.failure.sync_timeout_s=240",
+    "trainer.v1.digen.failure.generate_timeout_s=120",
+    "trainer.v1.digen.failure.reward_timeout_s=120",
+    "trainer.v1.digen.failure.train_timeout_s=240",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
+    "trainer.total_epochs=1000",
+    "trainer.logger=[file]",
+    "trainer.resume_mode=disable",
+]
+FLOAT64 = ["trainer.v1.digen.arithmetic=float64", "actor_rollout_ref.model.dtype=float64"]
+
+
+def disaggregated(replicas: int = 1) -> list[str]:
+    return [
+        "trainer.v1.digen.placement=disaggregated",
+        "actor_rollout_ref.rollout.nnodes=1",
+        f"actor_rollout_ref.rollout.n_gpus_per_node={replicas}",
+    ]
+
+
+def compose(digits_dir: Path, run_dir: Path, overrides: list[str]) -> DictConfig:
+    """The digits recipe with overrides, composed as ``main_ppo`` does."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    with initialize_config_dir(config_dir=str(RECIPES), version_base=None):
+        config = hydra_compose(
+            "digits",
+            overrides=[
+                "hydra.searchpath=[pkg://verl.trainer.config,pkg://verl_digen.config]",
+                f"recipe.digits_dir={digits_dir}",
+                f"trainer.default_local_dir={run_dir}",
+                *overrides,
+            ],
+        )
+    with open_dict(config):
+        config.transfer_queue.enable = True
+    OmegaConf.resolve(config)
+    return config
+
+
+@dataclass
+class Run:
+    """A trainer and its manager, torn down by :meth:`close`."""
+
+    config: DictConfig
+    trainer: object = None
+    manager: object = None
+    log: list[dict] = field(default_factory=list)
+
+    def start(self) -> Run:
+        from verl.trainer.ppo.v1 import get_trainer_cls
+        from verl.utils.import_utils import load_class_from_fqn
+
+        self.trainer = get_trainer_cls(self.config.trainer.v1.trainer_mode)(config=self.config)
+        self.trainer.init()
+        manager = load_class_from_fqn(self.config.actor_rollout_ref.rollout.agent.agent_loop_manager_class, "manager")
+        self.manager = manager.create(
+            config=self.config,
+            llm_client=self.trainer.get_llm_client(),
+            teacher_client=self.trainer.get_teacher_client(),
+            reward_loop_worker_handles=self.trainer.get_reward_handles(),
+        )
+        return self
+
+    def fit(self) -> Run:
+        log = Path(self.config.trainer.default_local_dir) / f"log_{self.trainer.global_steps}.jsonl"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        os.environ["VERL_FILE_LOGGER_PATH"] = str(log)
+        self.trainer.fit(self.manager)
+        self.trainer.logger.finish()
+        self.log = [json.loads(line) for line in log.read_text().splitlines()]
+        return self
+
+    def steps(self) -> list[dict]:
+        """Metrics of the training steps."""
+        return [row["data"] for row in self.log if "training/global_step" in row["data"]]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The trained weights, whole, in the master dtype."""
+        target = Path(self.config.trainer.default_local_dir) / f"weights_{self.trainer.global_steps}"
+        ray.get([w.save_checkpoint.remote(str(target)) for w in self.trainer.actor_rollout_wg.workers])
+        lora = target / "lora.safetensors"
+        return load_file(lora if lora.exists() else target / "transformer" / "diffusion_pytorch_model.safetensors")
+
+    def close(self) -> None:
+        """End the processes of this run and free its placement groups."""
+        if self.trainer is None:
+            return
+        groups = [getattr(self.trainer, name, None) for name in ("actor_rollout_wg", "rollout_wg")]
+        actors = [worker for group in groups if group is not None for worker in group.workers]
+        actors += [worker for replica in getattr(self.trainer, "replicas", []) for worker in replica.workers]
+        rewards = getattr(self.trainer, "reward_loop_manager", None)
+        actors += rewards.reward_loop_workers if rewards is not None else []
+        for actor in actors:
+            ray.kill(actor)
+        pools = getattr(self.trainer, "resource_pool_manager", None)
+        for pool in pools.resource_pool_dict.values() if pools is not None else []:
+            for group in pool.pgs or []:
+                ray.util.remove_placement_group(group)
+
+
+def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """‖a − b‖ / ‖a‖ over all tensors."""
+    assert set(a) == set(b)
+    difference = sum(float((a[k] - b[k]).double().square().sum()) for k in a)
+    size = sum(float(a[k].double().square().sum()) for k in a)
+    return (difference / size) ** 0.5
