@@ -27,6 +27,10 @@ setup(
     include_package_data=False,
     install_requires=[
         "verl==0.9.1",
+        # veRL 0.9.1 imports these three in every run, but requires them only in its extra verl-core
+        "cachetools",
+        "fastapi",
+        "uvicorn",
         "torch>=2.9",
         "diffusers>=0.38.0",
         "accelerate",

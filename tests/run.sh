@@ -26,12 +26,15 @@ export TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 # Nothing in the tests needs the network or an account.
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline RAY_USAGE_STATS_ENABLED=0 RAY_DISABLE_IMPORT_WARNING=1
 
-python -m ruff check .
-python -m ruff format --check .
+# A finding of ruff fails the run, but does not hide what the tests say; pytest's summary is the last line.
+status=0
+python -m ruff check . || status=$?
+python -m ruff format --check . || status=$?
 
 # A test that hangs is a failure: the longest takes minutes, none takes fifteen.
 timeout_options=()
 if python -c "import pytest_timeout" 2>/dev/null; then
     timeout_options=(--timeout=900)
 fi
-python -m pytest "${timeout_options[@]}" "$@"
+python -m pytest "${timeout_options[@]}" "$@" || status=$?
+exit "$status"

@@ -77,6 +77,7 @@ def accuracy(family, templates, guidance, samples):
     return (digit_probabilities(family.decode(x)).argmax(axis=1) == labels).mean()
 
 
+@pytest.mark.slow
 def test_accuracy_leaves_room_to_learn_and_guidance_helps(family):
     """About 0.5 on prompts of either kind (standard error 0.03 with 300 samples)."""
     plain = accuracy(family, VAL_TEMPLATES, Guidance(), 300)

@@ -129,11 +129,6 @@ class GapConfig:
 
     def __post_init__(self):
         _positive("gap.fragment_size", self.fragment_size, optional=True)
-        if self.fragment_size is not None and not self.enable:
-            raise ValueError(
-                f"{PREFIX}.gap.fragment_size={self.fragment_size} is not read with gap.enable=false; "
-                f"use {PREFIX}.sampling.batch_size for the one-shot path"
-            )
 
 
 @dataclass(kw_only=True)
@@ -213,6 +208,16 @@ class DigenConfig:
         if self.preset == "digen":
             self.gap.enable = True
             self.tsp.enable = True
+        if self.gap.fragment_size is not None and not self.gap.enable:
+            raise ValueError(
+                f"{PREFIX}.gap.fragment_size={self.gap.fragment_size} is not read with gap.enable=false; "
+                f"use {PREFIX}.sampling.batch_size for the one-shot path"
+            )
+        if self.sampling.batch_size is not None and self.gap.enable:
+            raise ValueError(
+                f"{PREFIX}.sampling.batch_size={self.sampling.batch_size} is not read with gap.enable=true; "
+                f"use {PREFIX}.gap.fragment_size"
+            )
 
 
 def parse_digen(config: DictConfig | dict) -> DigenConfig:

@@ -40,7 +40,6 @@ READ = (
     "data.train_batch_size",
     "data.train_files*",
     "data.val_files*",
-    "global_profiler.*",
     "ray_kwargs.*",
     "recipe.*",  # a recipe's own variables, for its interpolations
     "reward.custom_reward_function.*",
@@ -48,7 +47,6 @@ READ = (
     "trainer.default_local_dir",
     "trainer.device",
     "trainer.experiment_name",
-    "trainer.log_val_generations",
     "trainer.logger*",
     "trainer.max_actor_ckpt_to_keep",
     "trainer.n_gpus_per_node",
@@ -113,20 +111,33 @@ def _defaults() -> tuple[dict[str, Any], dict[str, Any]]:
 def unread_options(config: DictConfig) -> dict[str, tuple[Any, Any]]:
     """Leaves that were changed and that nothing reads: name -> (default, value).
 
-    A leaf whose default is an interpolation follows another option and is not compared.
+    A leaf whose default is an interpolation is compared with what that interpolation gives in ``config``.
     """
     written, resolved = _defaults()
+    plain = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
     changed = {}
-    for name, value in leaves(config).items():
-        default = written.get(name)
-        if isinstance(default, str) and "${" in default:
-            continue
+    for name, value in leaves(plain).items():
         if value == "???" or (name in resolved and resolved[name] == value):
             continue
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in READ + WRITTEN):
             continue
-        changed[name] = (resolved.get(name), value)
+        default = resolved.get(name)
+        text = written.get(name)
+        if isinstance(text, str) and "${" in text:
+            default = _interpolated(plain, name, text)
+        if value != default:
+            changed[name] = (default, value)
     return changed
+
+
+def _interpolated(plain: DictConfig, name: str, text: str) -> Any:
+    """What the interpolation ``text`` gives at ``name``; ``plain`` is left as it was."""
+    own = OmegaConf.select(plain, name)
+    OmegaConf.update(plain, name, text)
+    value = OmegaConf.select(plain, name)
+    value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    OmegaConf.update(plain, name, own)
+    return value
 
 
 def check_unread(config: DictConfig) -> None:

@@ -16,8 +16,8 @@ from verl_digen.models.digits import DigitsFamily, tokenize
 
 MAX_TOKENS = 8
 TEXT_ITERATIONS = 150
-WRONG_PROMPT = 0.0
-ITERATIONS = 150  # weak on purpose: deterministic sampling is right about half of the time
+ITERATIONS = 350
+WRONG_PROMPT = 0.4  # disobedient on purpose: deterministic sampling is right about half of the time
 # <eos> must not have id 2: transformers' CLIP takes that for an old configuration, and pools at the largest id instead
 SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "unk_token": "<unk>", "eos_token": "<eos>"}
 

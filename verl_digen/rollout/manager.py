@@ -84,10 +84,11 @@ class DiffusionRolloutManager:
         """What ``main_ppo`` calls; ``llm_client`` is what the trainer's ``get_llm_client`` returns."""
         if teacher_client is not None:
             raise ValueError("distillation teachers are not read by diffusion runs; set distillation.enabled=false")
-        return cls(parse_digen(config.trainer.v1.digen), llm_client, reward_loop_worker_handles)
+        group_size = config.actor_rollout_ref.rollout.n
+        return cls(parse_digen(config.trainer.v1.digen), llm_client, reward_loop_worker_handles, group_size)
 
-    def __init__(self, digen: DigenConfig, pool: RolloutPool, reward_workers: list):
-        self.digen, self.pool = digen, pool
+    def __init__(self, digen: DigenConfig, pool: RolloutPool, reward_workers: list, group_size: int):
+        self.digen, self.pool, self.group_size = digen, pool, group_size
         self.reward_workers = list(reward_workers)
         self._pending: deque[_Attempt] = deque()
         self._groups: dict[str, PromptGroup] = {}
@@ -101,6 +102,8 @@ class DiffusionRolloutManager:
         self.pixels: dict[tuple[str, int], Any] = {}
         self._loop = asyncio.new_event_loop()
         self._work = asyncio.Condition()
+        self._restarting = {replica.name: asyncio.Lock() for replica in pool.replicas}
+        self._outstanding = dict.fromkeys(self._restarting, 0)
         self._thread = threading.Thread(target=self._run_loop, name="digen-rollout", daemon=True)
         self._thread.start()
         for replica in pool.replicas:
@@ -164,6 +167,11 @@ class DiffusionRolloutManager:
             raise item
         return item
 
+    @property
+    def in_flight(self) -> int:
+        """Fragments that replicas have at this moment."""
+        return sum(self._outstanding.values())
+
     def waiting_for(self) -> str:
         """Samples that are not there yet, in words."""
         missing = {u: g.n - len(self._results.get(u, {})) for u, g in self._groups.items()}
@@ -182,8 +190,8 @@ class DiffusionRolloutManager:
     # ---- on the event loop ---------------------------------------------------------------------------------
 
     def _fragment_size(self, samples: int) -> int:
-        if self.digen.gap.enable and self.digen.gap.fragment_size:
-            return self.digen.gap.fragment_size
+        if self.digen.gap.enable:
+            return self.digen.gap.fragment_size or self.group_size
         if self.digen.sampling.batch_size:
             return self.digen.sampling.batch_size
         return math.ceil(samples / len(self.pool.replicas))
@@ -206,18 +214,24 @@ class DiffusionRolloutManager:
 
     async def _serve(self, replica: DiffusersReplica) -> None:
         """One of the replica's places: pull, generate, hand on, for ever."""
+        restarting = self._restarting[replica.name]
         while True:
             async with self._work:
-                await self._work.wait_for(lambda: self._pending)
+                await self._work.wait_for(lambda: self._pending and not restarting.locked())
                 attempt = self._pending.popleft()
             worker = replica.workers[0]
+            self._outstanding[replica.name] += 1
+            # a fragment that waits in the replica's queue has the time of the one before it as well
+            timeout_s = self.digen.failure.generate_timeout_s * self._outstanding[replica.name]
             try:
                 report_ref, pixels_ref = worker.generate.options(num_returns=2).remote(attempt.fragment)
-                report = await asyncio.wait_for(_value(report_ref), self.digen.failure.generate_timeout_s)
+                report = await asyncio.wait_for(_value(report_ref), timeout_s)
                 self._check_report(attempt.fragment, report)
             except Exception as error:  # noqa: BLE001 - counted, and raised when the retries are used up
+                self._outstanding[replica.name] -= 1
                 await self._failed(replica, worker, attempt, error)
                 continue
+            self._outstanding[replica.name] -= 1
             self._reports.append(report)
             asyncio.ensure_future(self._guard(self._score(attempt, report, pixels_ref)))
 
@@ -238,8 +252,10 @@ class DiffusionRolloutManager:
                 )
             )
             return
-        if gone and replica.workers[0] is worker:
-            await self._loop.run_in_executor(None, self.pool.restart, replica)
+        if gone:
+            async with self._restarting[replica.name]:
+                if replica.workers[0] is worker:  # else the replica's other place has seen to it
+                    await self._loop.run_in_executor(None, self.pool.restart, replica)
         again = Fragment(**{**fragment.__dict__, "attempt": fragment.attempt + 1})
         async with self._work:
             self._pending.appendleft(_Attempt(again, attempt.failures))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import heapq
 
+from verl_digen.schedule.assemble import GroupAssembler, Outcome
 from verl_digen.schedule.disturbance import Disturbance
-from verl_digen.schedule.gap import ClaimQueue, GroupAssembler, Outcome, plan_step, pull_size
+from verl_digen.schedule.gap import ClaimQueue, plan_step, pull_size
 from verl_digen.schedule.profile import Profile
 from verl_digen.schedule.tcss import StaleLedger
 from verl_digen.schedule.trace import Trace

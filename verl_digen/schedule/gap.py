@@ -1,27 +1,21 @@
-"""GAP: fragments along the generation axis, the order in which they are pulled, and group assembly.
+"""GAP: fragments along the generation axis, and the order in which replicas and helper pull them.
 
 Invariants:
 - every sample of a step is in exactly one fragment; a fragment never crosses a logical batch;
 - a sample is with one holder at a time: unclaimed, claimed, or delivered;
-- all claims of a group carry one version and one attempt (I4);
-- a group completes once, when its last sample of the current attempt is scored; a fragment is ready once
-  all its groups are complete, and is handed to the Trainer once.
+- all claims of a group carry one version and one attempt (I4).
+
+How scored samples become groups and ready fragments is in ``assemble``.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from verl_digen.schedule.tcss import StaleLedger
 from verl_digen.schedule.work import Claim, Fragment, Replica, SampleKey, Uid, Workload
-
-
-class StepFailed(RuntimeError):
-    """A group failed more often than its retries allow; the whole step fails with its cause."""
 
 
 def plan_fragments(
@@ -66,9 +60,7 @@ def _cut(uids: Sequence[Uid], n: int, size: int) -> list[tuple[SampleKey, ...]]:
         ]
     parts = -(-n // size)
     edges = [part * n // parts for part in range(parts + 1)]
-    return [
-        tuple((uid, j) for j in range(edges[part], edges[part + 1])) for uid in uids for part in range(parts)
-    ]
+    return [tuple((uid, j) for j in range(edges[part], edges[part + 1])) for uid in uids for part in range(parts)]
 
 
 def plan_step(workload: Workload, step: int, fragment_size: int | None) -> tuple[Fragment, ...]:
@@ -278,158 +270,3 @@ class ClaimQueue:
     def groups_waiting(self, step: int) -> list[tuple[Uid, int, int]]:
         """Groups of a step with unclaimed samples: (uid, version or −1, unclaimed samples), in pull order."""
         return [(group.uid, group.version, len(group.waiting)) for group in self._steps.get(step, ())]
-
-
-class Outcome(enum.Enum):
-    """What became of a scored sample."""
-
-    ACCEPTED = "accepted"
-    COMPLETE = "complete"
-    DUPLICATE = "duplicate"
-    LATE = "late"
-    UNKNOWN = "unknown"
-
-
-class _Assembly:
-    __slots__ = ("step", "attempt", "version", "have", "size", "failures", "complete", "taken", "fragments")
-
-    def __init__(self, step: int, size: int) -> None:
-        self.step = step
-        self.size = size
-        self.attempt = 0
-        self.version = -1
-        self.have: set[int] = set()
-        self.failures = 0
-        self.complete = False
-        self.taken = False
-        self.fragments: list[Fragment] = []
-
-
-NOTHING: tuple[Fragment, ...] = ()
-
-
-class GroupAssembler:
-    """Collects scored samples in any order until groups and fragments are complete.
-
-    Args:
-        max_retries: how often a group may fail and be generated again before the step fails.
-    """
-
-    def __init__(self, max_retries: int = 2) -> None:
-        if max_retries < 0:
-            raise ValueError(f"assembler: max_retries={max_retries} must not be negative")
-        self.max_retries = max_retries
-        self._groups: dict[Uid, _Assembly] = {}
-        self._missing: dict[tuple[int, int], int] = {}
-        self._given: set[tuple[int, int]] = set()
-
-    def add_step(self, fragments: Sequence[Fragment]) -> None:
-        """Expect the samples of a step's fragments. ``ValueError`` when one of them is expected already."""
-        sizes: dict[Uid, int] = {}
-        for fragment in fragments:
-            for uid, _ in fragment.samples:
-                sizes[uid] = sizes.get(uid, 0) + 1
-        repeated = [uid for uid in sizes if uid in self._groups]
-        if repeated:
-            raise ValueError(f"assembler: groups {repeated[:3]} are expected already")
-        for fragment in fragments:
-            uids = fragment.uids
-            self._missing[fragment.step, fragment.index] = len(uids)
-            for uid in uids:
-                if uid not in self._groups:
-                    self._groups[uid] = _Assembly(fragment.step, sizes[uid])
-                self._groups[uid].fragments.append(fragment)
-
-    def scored(self, claim: Claim, reward: float = 0.0) -> tuple[Outcome, tuple[Fragment, ...]]:
-        """Take one scored sample in; returns what became of it and the fragments it makes ready.
-
-        Duplicates, results of an older attempt and unknown samples change nothing.
-
-        Raises:
-            ValueError: the reward is not finite, or a group would mix versions.
-        """
-        group = self._groups.get(claim.uid)
-        if group is None or not 0 <= claim.j < group.size:
-            return Outcome.UNKNOWN, NOTHING
-        if claim.attempt != group.attempt:
-            return Outcome.LATE, NOTHING
-        if claim.j in group.have:
-            return Outcome.DUPLICATE, NOTHING
-        if not math.isfinite(reward):
-            raise ValueError(f"sample ({claim.uid!r}, {claim.j}) has reward {reward!r}; report it as failed instead")
-        if group.have and group.version != claim.version:
-            raise ValueError(
-                f"sample ({claim.uid!r}, {claim.j}) carries version {claim.version}, its group version {group.version}"
-            )
-        group.version = claim.version
-        group.have.add(claim.j)
-        if len(group.have) < group.size:
-            return Outcome.ACCEPTED, NOTHING
-        group.complete = True
-        return Outcome.COMPLETE, tuple(f for f in group.fragments if self._one_less(f))
-
-    def _one_less(self, fragment: Fragment) -> bool:
-        key = fragment.step, fragment.index
-        self._missing[key] -= 1
-        return self._missing[key] == 0
-
-    def failed(self, uid: Uid, attempt: int, cause: str) -> bool:
-        """A sample of a group failed; ``True`` when the group is to be generated again (:meth:`restart`).
-
-        Failures of an older attempt or of unknown groups return ``False``.
-
-        Raises:
-            StepFailed: the group has no retries left.
-        """
-        group = self._groups.get(uid)
-        if group is None or attempt != group.attempt or group.complete:
-            return False
-        group.failures += 1
-        if group.failures > self.max_retries:
-            raise StepFailed(
-                f"group {uid!r} of step {group.step} failed {group.failures} times "
-                f"(max_retries={self.max_retries}); last cause: {cause}"
-            )
-        return True
-
-    def restart(self, uid: Uid, attempt: int) -> None:
-        """Expect a group anew under the next attempt; what arrived of it before is dropped."""
-        group = self._groups[uid]
-        if group.complete:
-            raise ValueError(f"group {uid!r} is complete and cannot restart")
-        if attempt != group.attempt + 1:
-            raise ValueError(f"group {uid!r}: attempt {attempt} after attempt {group.attempt}")
-        group.attempt = attempt
-        group.have.clear()
-
-    def take(self, fragment: Fragment) -> tuple[tuple[Uid, int], ...]:
-        """Hand a ready fragment to the Trainer; returns, as (uid, version), its groups not handed out before.
-
-        Raises:
-            ValueError: it is not ready, or was handed out before.
-        """
-        key = fragment.step, fragment.index
-        if self._missing.get(key, 1) != 0:
-            raise ValueError(f"fragment {fragment.index} of step {fragment.step} is not complete")
-        if key in self._given:
-            raise ValueError(f"fragment {fragment.index} of step {fragment.step} would be trained twice")
-        self._given.add(key)
-        first = [uid for uid in fragment.uids if not self._groups[uid].taken]
-        for uid in first:
-            self._groups[uid].taken = True
-        return tuple((uid, self._groups[uid].version) for uid in first)
-
-    def version_of(self, uid: Uid) -> int:
-        """Version carried by the samples of a group that have arrived; −1 when none has."""
-        return self._groups[uid].version
-
-    def drop_step(self, step: int) -> None:
-        """Forget a finished step. ``ValueError`` when one of its fragments was never handed out."""
-        keys = [key for key in self._missing if key[0] == step]
-        lost = [index for (_, index) in keys if (step, index) not in self._given]
-        if lost:
-            raise ValueError(f"step {step} ends with {len(lost)} untrained fragments, first {lost[0]}")
-        for key in keys:
-            del self._missing[key]
-            self._given.discard(key)
-        self._groups = {uid: group for uid, group in self._groups.items() if group.step != step}

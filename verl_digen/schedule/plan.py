@@ -31,6 +31,7 @@ class Search:
         rollout_batches: samples a replica denoises together.
         tsp: whether tiles may span transitions.
         gap: whether a logical batch may be cut into fragments.
+        generator: devices the Generator takes from the Trainer's group; ``None`` leaves the split open.
         splits: at most this many Generator sizes per group of devices.
         shortlist: candidates simulated for each policy and ratio.
         trial_steps, final_steps: simulated steps of a candidate and of the winners.
@@ -43,6 +44,7 @@ class Search:
     rollout_batches: tuple[int, ...] = (1, 2, 4)
     tsp: bool = True
     gap: bool = True
+    generator: int | None = None
     splits: int = 32
     shortlist: int = 16
     trial_steps: int = 8
@@ -108,6 +110,15 @@ def _thin(values: Sequence[int], most: int) -> list[int]:
     return [values[index] for index in sorted(picked)]
 
 
+def replicas_of(testbed: Testbed, parts: Sequence[tuple[DeviceGroup, int]], width: int) -> tuple[Replica, ...]:
+    """Replicas of ``width`` devices made of some devices of each group; a remainder is left unused."""
+    return tuple(
+        Replica(name=f"{part.name}-{index}", speed=testbed.replica_speed(part, width), devices=width)
+        for part, devices in parts
+        for index in range(devices // width)
+    )
+
+
 @dataclass(slots=True)
 class _Space:
     """Enumerates placements and schedules that fit into memory."""
@@ -133,6 +144,8 @@ class _Space:
 
     def _sizes(self, group: DeviceGroup, width: int, others: bool) -> list[int]:
         sizes = range(0 if others else width, group.count, width)
+        if self.search.generator is not None:
+            return [self.search.generator] if self.search.generator in sizes else []
         return _thin(list(sizes), self.search.splits)
 
     def _place(self, group: DeviceGroup, others: list[DeviceGroup], generator: int, width: int, batch: int):
@@ -141,18 +154,12 @@ class _Space:
         for part, _ in parts:
             need, have = self.case.memory.rollout_need(width, batch), part.memory_gib * self.case.memory.usable
             if need > have:
-                return self._reject(
-                    f"a replica of {width} x {part.name} needs {need:.1f} of {have:.1f} GiB per device"
-                )
+                return self._reject(f"a replica of {width} x {part.name} needs {need:.1f} of {have:.1f} GiB per device")
         ranks = group.count - generator
         need, have = self.case.memory.trainer_need(ranks, 1), group.memory_gib * self.case.memory.usable
         if need > have:
             return self._reject(f"a Trainer of {ranks} x {group.name} needs {need:.1f} of {have:.1f} GiB per rank")
-        replicas = tuple(
-            Replica(name=f"{part.name}-{index}", speed=self.testbed.replica_speed(part, width), devices=width)
-            for part, devices in parts
-            for index in range(devices // width)
-        )
+        replicas = replicas_of(self.testbed, parts, width)
         if not replicas:
             return self._reject(f"no group has {width} devices for a replica")
         if len(replicas) * batch > 2 * self.case.workload.samples:
@@ -295,9 +302,50 @@ def _best(
         result = _play(case, candidate, search.trial_steps)
         trials.append((result.makespan_s, order, candidate))
     trials.sort(key=lambda entry: entry[:2])
-    finals = [(order, Choice(candidate, _play(case, candidate, search.final_steps))) for _, order, candidate in trials[:4]]
+    finals = [
+        (order, Choice(candidate, _play(case, candidate, search.final_steps))) for _, order, candidate in trials[:4]
+    ]
     winner = min(finals, key=lambda entry: (entry[1].simulation.makespan_s, entry[0]))
     return winner[1], len(trials) + len(finals)
+
+
+def plan_colocated(case: Case, testbed: Testbed, search: Search | None = None) -> Choice:
+    """The best colocated placement of all devices: the reference that disaggregation is compared with.
+
+    The group with the slowest network and the slowest device set the pace of training.
+
+    Raises:
+        ValueError: no replica width fits into memory.
+    """
+    search = search or Search()
+    memory, ranks = case.memory, testbed.devices
+    slowest = min(testbed.groups, key=lambda group: group.bandwidth_gib_s / group.speed)
+    smallest = min(group.memory_gib for group in testbed.groups) * memory.usable
+    cells = min(cells_that_fit(smallest - memory.trainer_need(ranks, 0), memory.cell_gib), case.workload.samples)
+    trainer = TrainerPool(ranks=ranks, speed=min(group.speed for group in testbed.groups))
+    profile = case.profile(slowest, ranks)
+    found = []
+    for width, batch in itertools.product(search.widths, search.rollout_batches):
+        whole = all(group.count % width == 0 for group in testbed.groups)
+        if cells < 1 or not whole or memory.rollout_need(width, batch) > smallest:
+            continue
+        replicas = replicas_of(testbed, [(group, group.count) for group in testbed.groups], width)
+        pools = Pools(replicas=replicas, trainer=trainer, reward_slots=case.reward_slots, colocated=True)
+        schedule = Schedule(
+            max_cells=cells,
+            rollout_batch=batch,
+            barrier=True,
+            recompute_old_log_probs=search.recompute_old_log_probs,
+        )
+        used = tuple((group.name, group.count) for group in testbed.groups)
+        candidate = Candidate(pools, profile, schedule, used, slowest.name, width)
+        found.append(Choice(candidate, _play(case, candidate, search.trial_steps)))
+    if not found:
+        raise ValueError(
+            f"planner: {case.workload.name} does not fit colocated on {testbed.name}: {cells} cells per tile, "
+            f"replica widths {search.widths}, {smallest:.1f} GiB usable per device"
+        )
+    return min(found, key=lambda choice: choice.simulation.makespan_s)
 
 
 def _play(case: Case, candidate: Candidate, steps: int) -> Simulation:

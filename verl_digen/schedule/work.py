@@ -53,9 +53,7 @@ class Workload:
     logical_batches: int = 1
 
     def __post_init__(self) -> None:
-        require_positive(
-            self, "groups", "samples_per_group", "denoise_steps", "trained_transitions", "logical_batches"
-        )
+        require_positive(self, "groups", "samples_per_group", "denoise_steps", "trained_transitions", "logical_batches")
         if self.trained_transitions > self.denoise_steps:
             raise ValueError(
                 f"workload {self.name}: trained_transitions={self.trained_transitions} exceeds "
@@ -63,8 +61,7 @@ class Workload:
             )
         if self.groups % self.logical_batches:
             raise ValueError(
-                f"workload {self.name}: groups={self.groups} is not divisible by "
-                f"logical_batches={self.logical_batches}"
+                f"workload {self.name}: groups={self.groups} is not divisible by logical_batches={self.logical_batches}"
             )
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import ray
 from verl.experimental.reward_loop import RewardLoopManager
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
@@ -18,9 +20,9 @@ class DiffusionRewardLoopWorker(RewardLoopWorker):
             self.config, None, reward_router_address=self.reward_router_address, reward_model_tokenizer=None
         )
 
-    def ready(self) -> bool:
-        """Answers when the rewards have been built."""
-        return True
+    def pid(self) -> int:
+        """Process id; answers when the rewards have been built."""
+        return os.getpid()
 
 
 class DiffusionRewardLoopManager(RewardLoopManager):
@@ -38,6 +40,6 @@ class DiffusionRewardLoopManager(RewardLoopManager):
         """
         ray.kill(self.reward_loop_workers[index])
         worker = self.reward_loop_workers_class.remote(self.config, self.reward_router_address)
-        ray.get(worker.ready.remote())
+        ray.get(worker.pid.remote())
         self.reward_loop_workers[index] = worker
         return worker

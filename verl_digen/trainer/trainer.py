@@ -243,7 +243,7 @@ class DigenTrainer(PPOTrainer):
                 worker.init_model.remote(f"replica{rank}") for rank, worker in enumerate(self.rollout_wg.workers)
             ]
         loaded = self._wait(loading, "loading the model")
-        self._check_lora(loaded)
+        self._check_loaded(loaded)
         self._launch_replicas()
         self.checkpoint_manager = WeightPublisher(
             omega_conf_to_dataclass(rollout.checkpoint_engine),
@@ -263,12 +263,19 @@ class DigenTrainer(PPOTrainer):
             else:
                 await replica.init_hybrid(self.actor_rollout_wg)
 
-    def _check_lora(self, loaded: list[dict[str, Any]]) -> None:
-        bound = {entry["lora"] for entry in loaded}
-        if len(bound) != 1 or (self.plan.lora_rank and bound == {0}):
+    def _check_loaded(self, loaded: list[dict[str, Any]]) -> None:
+        """Both sides must have bound the same number of adapter tensors and use the same attention backend."""
+        bound = [entry["lora"] for entry in loaded]
+        if len(set(bound)) != 1 or (self.plan.lora_rank and 0 in bound):
             raise ValueError(
                 f"actor_rollout_ref.model.lora_rank={self.plan.lora_rank}: adapter tensors bound by the workers are "
-                f"{[entry['lora'] for entry in loaded]}; they must be equal and more than 0"
+                f"{bound}; they must be equal and more than 0"
+            )
+        backends = {entry["attention_backend"] for entry in loaded}
+        if backends != {self.model_config.attention_backend}:
+            raise ValueError(
+                f"actor_rollout_ref.model.attention_backend={self.model_config.attention_backend}: the workers use "
+                f"{sorted(map(str, backends))}"
             )
 
     def _wait(self, refs: list, doing: str) -> list:

@@ -80,6 +80,8 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
         self.digen, self.rule, self.seed, self.colocated = digen, rule, seed, colocated
         self.engine.configure(digen, with_reference=with_reference, seed=seed)
         self.transaction: Transaction | None = None
+        self._commits = 0
+        self._published: tuple[int, bool, int] = (-1, False, 0)
         self.checkpoint_engine = DigenCheckpointEngine(
             bucket_bytes, is_master=dist.get_rank() == 0, timeout_s=digen.failure.sync_timeout_s
         )
@@ -91,8 +93,7 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
         tq.init()
         if self.colocated:
             self.init_sampler(self.model_config, self.digen, self.seed, f"replica{dist.get_rank()}")
-        trained = sum(p.numel() for p in self.engine.trainable_parameters())
-        return {"lora": self.engine.lora_bound, "trained_parameters": trained, "family": self.engine.family.name}
+        return {"lora": self.engine.lora_bound, "attention_backend": self.engine.family.attention_backend}
 
     # ---- transaction ---------------------------------------------------------------------------------------
 
@@ -101,7 +102,6 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
         """Open the transaction of a logical batch."""
         if self.transaction is not None:
             raise TransactionError("a transaction is open already; commit or abort it first")
-        torch.set_num_threads(self._train_threads)
         reset_peak_memory()
         self._mode = self.engine.train_mode()
         self._mode.__enter__()
@@ -117,6 +117,7 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
         first = next(s for shares in fragment.shares for s in shares)
         rows = self._fetch(share or (first,), fragment)
         fetched = time.perf_counter()
+        torch.set_num_threads(self._train_threads)  # the TransferQueue's client sets its own
         transaction.accumulate(
             rows if share else [], num_tiles=fragment.num_tiles, idle_row=rows[0], last=fragment.last
         )
@@ -131,6 +132,7 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
             total = torch.tensor([transaction.cells], dtype=torch.int64, device=self.engine.device)
             dist.all_reduce(total)
             metrics = transaction.commit(int(total))
+            self._commits += 1
         finally:
             self._close()
         metrics["commit_s"] = time.perf_counter() - started
@@ -206,11 +208,24 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
             checksum and number of the tensors published; the own replica's acknowledgement when colocated.
         """
         if self.transaction is not None:
-            raise TransactionError("weights are published between transactions; one is open")
+            return self._republish(global_steps, averaged)
         context = self.engine.averaged_weights() if averaged else nullcontext()
         with self.engine.eval_mode(), context, torch.no_grad():
             tensors, _ = self.engine.get_per_tensor_param()
-            return self._publish(tensors, global_steps)
+            sent = self._publish(tensors, global_steps)
+        self._published = (global_steps, averaged, self._commits)
+        return sent
+
+    def _republish(self, version: int, averaged: bool) -> dict[str, Any]:
+        """Within an open transaction the weights are still those of the last publish, unless a commit came between."""
+        if self._published != (version, averaged, self._commits):
+            raise TransactionError(
+                f"version {version} cannot be published again: {self._commits - self._published[2]} commit(s) have "
+                "changed the weights since. A replica can be restarted in the middle of a streaming step only with one "
+                "logical batch per step (actor_rollout_ref.actor.ppo_mini_batch_size = data.train_batch_size)"
+            )
+        with torch.no_grad():
+            return self._publish(self.engine.get_per_tensor_param()[0], version)
 
     def _publish(self, tensors, version: int) -> dict[str, Any]:
         sums: list[int] = []

@@ -1,0 +1,232 @@
+"""Figures of the scheduling library: distance to the bound over the paper's grid, ladders, speed.
+
+``python recipes/benchmarks/schedule_grid.py [grid] [ladder] [speed] [--quick] [--json FILE]`` prints markdown tables.
+Everything except the section ``speed`` is simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from pathlib import Path
+
+import yaml
+
+from verl_digen.schedule.bts import search
+from verl_digen.schedule.catalog import Case, Testbed, read_case, read_testbed
+from verl_digen.schedule.pipeline import BubbleCosts, start_state
+from verl_digen.schedule.plan import Search, plan, plan_colocated
+from verl_digen.schedule.simulate import simulate
+from verl_digen.schedule.work import Pools, Replica, Schedule, TrainerPool, Workload
+
+WORKLOADS = Path(__file__).resolve().parents[1] / "workloads"
+MODELS = ("hunyuanvideo-13b", "wan2.1-14b", "flux.1-12b", "qwen-image-20b")
+BEDS = ("A", "B", "C", "A+C")
+POLICIES = ("none", "greedy", "bts", "steps")
+RATIOS = (0.0, 0.5, 1.0)
+STEPS = 64
+PAPER = {"hunyuanvideo-13b": (1.52, 1.84, 2.14, 3.05, 3.34), "wan2.1-14b": (1.58, 1.70, 2.10, 2.79, 2.85)}
+
+
+def case_of(model: str) -> Case:
+    return read_case(yaml.safe_load((WORKLOADS / f"{model}.yaml").read_text(encoding="utf-8")), model)
+
+
+def testbeds() -> dict[str, Testbed]:
+    beds = yaml.safe_load((WORKLOADS / "testbeds.yaml").read_text(encoding="utf-8"))
+    return {name: read_testbed({"name": name, **bed}) for name, bed in beds.items()}
+
+
+def grid(quick: bool) -> list[dict]:
+    """Every cell of the grid, every policy and ratio at the planner's choice, and the two baselines."""
+    rows = []
+    beds = testbeds()
+    for model, bed in itertools.product(MODELS, BEDS):
+        for steps, share in itertools.product((30,) if quick else (20, 30, 40), (0.4, 0.6)):
+            case, where = case_of(model).resized(steps, share), beds[bed]
+            cell = {"workload": model, "testbed": bed, "denoise_steps": steps, "trained_fraction": share}
+            plain = plan_colocated(case, where).simulation.makespan_s
+            again = plan_colocated(case, where, Search(recompute_old_log_probs=True)).simulation.makespan_s
+            ahead = Search(policies=("none",), stale_ratios=(1.0,), gap=False, tsp=False, final_steps=STEPS)
+            behind = plan(case, where, ahead).best.simulation.makespan_s
+            found = plan(case, where, Search(policies=POLICIES, stale_ratios=RATIOS, final_steps=STEPS))
+            for choice in found.choices:
+                result = choice.simulation
+                rows.append(
+                    {
+                        **cell,
+                        "policy": choice.candidate.schedule.policy,
+                        "max_stale_ratio": choice.candidate.schedule.max_stale_ratio,
+                        "makespan_s": result.makespan_s,
+                        "bound_s": result.bound.seconds,
+                        "distance": result.distance,
+                        "utilisation": result.utilisation,
+                        "over_colocated": plain / result.makespan_s,
+                        "over_colocated_recomputing": again / result.makespan_s,
+                        "over_one_batch_ahead": behind / result.makespan_s,
+                        "planning_s": found.seconds,
+                        "source": "simulated",
+                    }
+                )
+    return rows
+
+
+def print_grid(rows: list[dict]) -> None:
+    cells = {(r["workload"], r["testbed"], r["denoise_steps"], r["trained_fraction"]) for r in rows}
+    print(f"\n{len(cells)} cells, {STEPS} steps each, start-up included (simulated)\n")
+    print(
+        "| policy | TCSS ratio | distance median | worst | utilisation median | over colocated, median (range) "
+        "| over colocated with recomputation | over one batch ahead |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for policy, ratio in itertools.product(POLICIES, RATIOS):
+        some = [r for r in rows if r["policy"] == policy and r["max_stale_ratio"] == ratio]
+        far = [r["distance"] for r in some]
+        spans = [
+            f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+            for values in (
+                [r[key] for r in some]
+                for key in ("over_colocated", "over_colocated_recomputing", "over_one_batch_ahead")
+            )
+        ]
+        used = statistics.median(r["utilisation"] for r in some)
+        print(
+            f"| {policy} | {ratio:g} | {statistics.median(far):.1%} | {max(far):.1%} | {used:.0%} | "
+            + " | ".join(spans)
+            + " |"
+        )
+    planning = [r["planning_s"] for r in rows]
+    print(
+        f"\nplanning a cell ({len(POLICIES) * len(RATIOS)} plans): median {statistics.median(planning):.1f} s (measured)"
+    )
+
+
+def ladder(quick: bool) -> list[dict]:
+    """Rungs at an even split and at the planner's split; each rung has the fragment and tile that suit it."""
+    rows = []
+    bed = testbeds()["A"]
+    final = 16 if quick else STEPS
+    for model in MODELS:
+        case = case_of(model).resized(30, 0.6)
+        base = {"workload": model, "source": "simulated"}
+        for again in (False, True):
+            best = plan_colocated(case, bed, Search(recompute_old_log_probs=again)).simulation.makespan_s
+            rows.append(
+                {**base, "split": "all", "rung": f"colocated{', recomputing' if again else ''}", "step_s": best}
+            )
+        rungs = {
+            "one batch ahead": dict(gap=False, tsp=False, stale_ratios=(1.0,), policies=("none",)),
+            "disaggregated": dict(gap=False, tsp=False, policies=("none",)),
+            "+GAP": dict(tsp=False, policies=("none",)),
+            "+TSP": dict(policies=("none",)),
+            "+TAG (bts)": dict(policies=("none", "bts")),
+            "+TAG (steps)": dict(policies=("none", "bts", "steps")),
+            "+TCSS (steps, 0.5)": dict(policies=("none", "bts", "steps"), stale_ratios=(0.0, 0.5)),
+            "+TCSS (steps, 1.0)": dict(policies=("none", "bts", "steps"), stale_ratios=(0.0, 0.5, 1.0)),
+        }
+        for split, generator in (("8 + 24", 8), ("16 + 16", 16), ("planner", None)):
+            for rung, options in rungs.items():
+                found = plan(case, bed, Search(generator=generator, final_steps=final, **options)).best
+                devices = dict(found.candidate.generator)["A"]
+                rows.append(
+                    {**base, "split": split, "rung": rung, "step_s": found.simulation.makespan_s, "generator": devices}
+                )
+    return rows
+
+
+def print_ladder(rows: list[dict]) -> None:
+    for model in MODELS:
+        mine = [r for r in rows if r["workload"] == model]
+        print(f"\n{model}, testbed A, 30 steps, 60 % trained: seconds per step (simulated)\n")
+        print("| rung | 8 + 24 | 16 + 16 | planner's split |\n|---|---|---|---|")
+        for rung in dict.fromkeys(r["rung"] for r in mine):
+            cells = {r["split"]: r for r in mine if r["rung"] == rung}
+            if "all" in cells:
+                print(f"| {rung} (32) | {cells['all']['step_s']:.0f} | | |")
+            else:
+                free = cells["planner"]
+                text = f"{free['step_s']:.0f} ({free['generator']} + {32 - free['generator']})"
+                print(f"| {rung} | {cells['8 + 24']['step_s']:.0f} | {cells['16 + 16']['step_s']:.0f} | {text} |")
+        if model in PAPER:
+            steps = [f"{b / a:.2f}" for a, b in itertools.pairwise(PAPER[model])]
+            print(f"\nThe paper's ratios from rung to rung (GAP, TSP, TAG, TCSS): {', '.join(steps)}")
+
+
+def speed() -> dict:
+    """CPU time of this machine: BTS decisions, simulated events, planning for 512 devices."""
+    times, cases = [], 400
+    golden = (0.618034, 0.414214, 0.732051, 0.236068)
+    for index in range(1, cases + 1):
+        g, t, h, s = ((index * share) % 1 for share in golden)
+        costs = BubbleCosts(lanes_s=(0.3 + 3.7 * g,), train_s=0.3 + 3.7 * t, helper_s=0.3 + 5.7 * h, switch_s=3 * s)
+        begin = time.process_time()
+        search(start_state(64, costs), costs)
+        times.append(1e3 * (time.process_time() - begin))
+    times.sort()
+    work = Workload(name="speed", groups=128, samples_per_group=16, denoise_steps=30, trained_transitions=18)
+    pools = Pools(
+        replicas=tuple(Replica(name=f"r{index}") for index in range(256)),
+        trainer=TrainerPool(ranks=256),
+        reward_slots=64,
+    )
+    profile = case_of("flux.1-12b").costs
+    rates = {}
+    for policy in ("none", "bts", "steps"):
+        schedule = Schedule(fragment_size=64, max_cells=8, tsp=True, policy=policy, max_stale_ratio=0.5)
+        begin = time.process_time()
+        events = simulate(work, pools, profile, schedule, steps=8).events
+        rates[policy] = round(events / (time.process_time() - begin))
+    large = case_of("flux.1-12b")
+    wide = read_case(
+        {
+            **yaml.safe_load((WORKLOADS / "flux.1-12b.yaml").read_text(encoding="utf-8")),
+            "workload": {
+                "name": "flux.1-12b, 512 samples",
+                "groups": 64,
+                "samples_per_group": 8,
+                "denoise_steps": 30,
+                "trained_transitions": 18,
+            },
+        }
+    )
+    begin = time.process_time()
+    few = plan(large, testbeds()["large"], Search(policies=("none", "bts", "steps"), stale_ratios=(0.0, 0.5)))
+    middle = time.process_time()
+    many = plan(wide, testbeds()["large"], Search(policies=("none", "bts", "steps"), stale_ratios=(0.0, 0.5)))
+    return {
+        "bts_median_ms": times[cases // 2],
+        "bts_p99_ms": times[int(cases * 0.99)],
+        "bts_worst_ms": times[-1],
+        "events_per_cpu_s": rates,
+        "plan_512_devices_32_samples_s": middle - begin,
+        "plan_512_devices_512_samples_s": time.process_time() - middle,
+        "candidates_512": [few.considered, many.considered],
+        "source": "measured, CPU time",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sections", nargs="*", default=["grid", "ladder", "speed"])
+    parser.add_argument("--quick", action="store_true", help="30 sampling steps only, shorter runs")
+    parser.add_argument("--json", help="also write all rows to this file")
+    args = parser.parse_args()
+    out: dict = {}
+    if "grid" in args.sections:
+        out["grid"] = grid(args.quick)
+        print_grid(out["grid"])
+    if "ladder" in args.sections:
+        out["ladder"] = ladder(args.quick)
+        print_ladder(out["ladder"])
+    if "speed" in args.sections:
+        out["speed"] = speed()
+        print("\n" + json.dumps(out["speed"], indent=1))
+    if args.json:
+        Path(args.json).write_text(json.dumps(out, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

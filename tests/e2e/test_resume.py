@@ -1,0 +1,148 @@
+"""I9: a run that was stopped, also by SIGKILL or SIGINT, goes on bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.harness import RECIPES, SMALL
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+KEEP = ["actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"]
+OPTIONS = [
+    *KEEP,
+    "trainer.save_freq=1",
+    "trainer.v1.digen.ema.enable=true",
+    "trainer.v1.digen.ema.every=1",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=2",
+]
+STRAIGHT = 16  # steps of the run that nobody stops; each leaves a checkpoint
+MORE = 2  # steps after resuming
+HORIZON = f"trainer.total_training_steps={STRAIGHT + 400}"  # of the LR schedule, the same for all
+
+
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.fixture(scope="module")
+def straight():
+    """Log and checkpoints of the run that nobody stops."""
+    return {}
+
+
+def exported(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / f"global_step_{step}" / "actor" / "transformer" / "diffusion_pytorch_model.safetensors")
+
+
+def start_process(digits_dir: Path, folder: Path) -> subprocess.Popen:
+    """The run as a user starts it, on a Ray cluster of its own."""
+    folder.mkdir(parents=True)
+    environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(folder / "log.jsonl"), "PYTHONUNBUFFERED": "1"}
+    environment.pop("RAY_ADDRESS", None)
+    with open(folder / "output.txt", "w") as output:
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", "verl.trainer.main_ppo"),
+                *("--config-dir", str(RECIPES), "--config-name", "digits"),
+                f"recipe.digits_dir={digits_dir}",
+                f"trainer.default_local_dir={folder}",
+                *SMALL,
+                *OPTIONS,
+                HORIZON,
+            ],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def wait_for_step(process: subprocess.Popen, folder: Path, step: int, seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    log = folder / "log.jsonl"
+    while time.monotonic() < deadline:
+        assert process.poll() is None, (folder / "output.txt").read_text()[-4000:]
+        if log.exists() and any(
+            json.loads(line)["data"].get("training/global_step", 0) >= step for line in log.read_text().splitlines()
+        ):
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"step {step} was not reached in {seconds} s: {(folder / 'output.txt').read_text()[-4000:]}")
+
+
+def family_tree(process: subprocess.Popen) -> list[psutil.Process]:
+    root = psutil.Process(process.pid)
+    return [root, *root.children(recursive=True)]
+
+
+@pytest.mark.parametrize("how", ["finished", "SIGINT", "SIGKILL"])
+def test_stopped_and_resumed_equals_straight(launch, digits_dir, tmp_path_factory, tmp_path, straight, how):
+    if not straight:
+        run = launch(*OPTIONS, HORIZON, name="straight")
+        run.trainer.total_training_steps = STRAIGHT
+        run.fit()
+        straight["log"] = {s["training/global_step"]: s for s in run.steps()}
+        kept = tmp_path_factory.mktemp("straight")
+        shutil.copytree(run.config.trainer.default_local_dir, kept, dirs_exist_ok=True)
+        straight["folder"] = kept
+        run.close()
+
+    folder = tmp_path / "stopped"
+    if how == "finished":
+        run = launch(*OPTIONS, HORIZON, name="stopped")
+        run.trainer.total_training_steps = 2
+        run.fit()
+        run.close()
+    else:
+        stop_process(start_process(digits_dir, folder), folder, how)
+
+    run = launch(*OPTIONS, HORIZON, "trainer.resume_mode=auto", name="stopped")
+    resumed_at = run.trainer.global_steps
+    last = resumed_at + MORE
+    assert 2 <= resumed_at and last <= STRAIGHT
+    run.trainer.total_training_steps = last
+    run.fit()
+    for step in run.steps():
+        known = straight["log"][step["training/global_step"]]
+        for name in ("reward/mean", "actor/grad_norm", "actor/lr"):
+            assert step[name] == known[name], (how, step["training/global_step"], name)
+    assert [s["training/global_step"] for s in run.steps()] == list(range(resumed_at + 1, last + 1))
+    assert same_bits(exported(folder, last), exported(straight["folder"], last)), f"{how}: weights differ at {last}"
+
+
+def stop_process(process: subprocess.Popen, folder: Path, how: str) -> None:
+    """Stop a run after its second step, and see that nothing of it is left running."""
+    wait_for_step(process, folder, 2)
+    members = family_tree(process)
+    if how == "SIGINT":
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)
+        _, alive = psutil.wait_procs(members, timeout=30)
+        assert not alive, f"left running: {[p.cmdline()[:3] for p in alive]}"
+        return
+    for member in members:
+        if member.is_running():
+            member.kill()
+    process.wait(timeout=30)
+
+
+def test_another_runs_checkpoint_is_refused(launch):
+    run = launch("trainer.save_freq=1", steps=1, name="first").fit()
+    run.close()
+    with pytest.raises(ValueError, match=r"seed: 42 -> 7") as caught:
+        launch("data.seed=7", "trainer.resume_mode=auto", name="first")
+    assert "trainer.resume_mode=disable" in str(caught.value)

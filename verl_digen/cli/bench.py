@@ -1,0 +1,181 @@
+"""``verl-digen bench``: the live modes beside a bare loop, and pictures of a run's log."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+DEFAULT_MODES = "floor,colocated,disaggregated"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    targets = parser.add_subparsers(dest="target", metavar="TARGET", required=True)
+
+    digits = targets.add_parser("digits", help="step time of the digits recipe by mode, as a ratio to a bare loop")
+    digits.add_argument("--modes", default=DEFAULT_MODES, help=f"comma-separated (default: {DEFAULT_MODES})")
+    digits.add_argument("--steps", type=int, default=8, help="measured steps of each run (default: 8)")
+    digits.add_argument("--warmup", type=int, default=2, help="steps before them that are left out (default: 2)")
+    digits.add_argument("--rounds", type=int, default=1, help="runs of each mode, in alternating order (default: 1)")
+    digits.add_argument("--threads", type=int, help="CPU threads of each process (default: the recipe's)")
+    digits.add_argument(
+        "--recipes", type=Path, help="folder of digits.yaml (default: recipes here, or in the checkout)"
+    )
+    digits.add_argument("--out", type=Path, help="folder for logs (default: runs/bench-digits-TIME)")
+    digits.add_argument("--timeout", type=float, default=3600.0, help="seconds after which a run has failed")
+    digits.add_argument("--json", action="store_true", help="write JSON to stdout, progress to stderr")
+    digits.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="of the recipe, for all modes and the floor")
+
+    curve = targets.add_parser("curve", help="reward and accuracy of a run: in the terminal and as pictures")
+    curve.add_argument("--log", type=Path, required=True, help="JSON lines of veRL's file logger")
+    curve.add_argument("--run-dir", type=Path, help="trainer.default_local_dir, for the samples before and after")
+    curve.add_argument("--out", type=Path, required=True, help="folder for the pictures")
+
+    follow = targets.add_parser("follow", help="print a line per step of a run that is going on")
+    follow.add_argument("--log", type=Path, required=True, help="JSON lines of veRL's file logger")
+    follow.add_argument("--pid", type=int, required=True, help="stop when this process is gone")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status: 0 done, 1 a run failed, 2 a bad argument."""
+    from verl_digen.bench.processes import RunFailed
+
+    try:
+        return {"digits": _digits, "curve": _curve, "follow": _follow}[args.target](args)
+    except RunFailed as error:
+        print(f"verl-digen bench: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(f"verl-digen bench: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("verl-digen bench: interrupted; the run was ended", file=sys.stderr)
+        return 130
+
+
+def _digits(args: argparse.Namespace) -> int:
+    from verl_digen.bench.digits import Plan, run_bench
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that the run's processes are ended
+    overrides = tuple(args.overrides)
+    if args.threads is not None:
+        overrides += tuple(f"trainer.v1.digen.threads.{pool}={args.threads}" for pool in ("trainer", "rollout"))
+    plan = Plan(
+        modes=tuple(mode.strip() for mode in args.modes.split(",") if mode.strip()),
+        recipes=args.recipes or find_recipes(),
+        out=args.out or Path("runs") / f"bench-digits-{time.strftime('%Y%m%d-%H%M%S')}",
+        steps=args.steps,
+        warmup=args.warmup,
+        rounds=args.rounds,
+        overrides=overrides,
+        timeout_s=args.timeout,
+    )
+    found = run_bench(plan, say=lambda text: print(text, file=sys.stderr, flush=True))
+    if args.json:
+        print(json.dumps(found))
+    else:
+        show(found)
+    return 0
+
+
+def find_recipes() -> Path:
+    """The folder ``recipes`` here, or that of the checkout which this package is imported from."""
+    here, checkout = Path("recipes"), Path(__file__).resolve().parents[2] / "recipes"
+    return here if (here / "digits.yaml").is_file() else checkout
+
+
+def show(found: dict[str, Any]) -> None:
+    """Write the report as tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"digits: {found['samples_per_step']} samples per step, median of {found['steps']} steps after "
+        f"{found['warmup']}, {found['rounds']} round(s)",
+        title_justify="left",
+    )
+    for column in ("mode", "step s", "ratio to floor", "samples/s", "wall step s", "start to 1st step s", "memory MiB"):
+        table.add_column(column, justify="left" if column == "mode" else "right")
+    for row in found["rows"]:
+        table.add_row(
+            row["mode"],
+            f"{row['step_s']:.3f}",
+            _number(row["ratio_to_floor"]),
+            f"{row['samples_per_s']:.1f}",
+            _number(row["wall_step_s"]),
+            f"{row['start_to_first_step_s']:.1f}",
+            f"{sum(row['memory_mb'].values()):.0f}",
+        )
+    memory = Table(title="resident memory by kind of process, MiB (number of processes)", title_justify="left")
+    kinds = sorted({kind for row in found["rows"] for kind in row["memory_mb"]})
+    memory.add_column("mode")
+    for kind in kinds:
+        memory.add_column(kind, justify="right")
+    for row in found["rows"]:
+        cells = [(row["memory_mb"].get(kind), row["processes"].get(kind)) for kind in kinds]
+        memory.add_row(row["mode"], *("-" if size is None else f"{size:.0f} ({count})" for size, count in cells))
+    console = Console()
+    console.print(table, memory)
+    if found["floor_step_s"]:
+        steps = ", ".join(f"{seconds:.3f}" for seconds in found["floor_step_s"])
+        console.print(f"floor, in the order measured: {steps} s per step; drift {found['floor_drift']:.1%}")
+    console.print(f"logs: {found['out']}", soft_wrap=True)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _curve(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from verl_digen.bench.curves import curve_table, draw_before_after, draw_curve
+    from verl_digen.bench.runlog import read_log, summarise
+
+    lines = read_log(args.log)
+    summary = summarise(lines)
+    Console().print(curve_table(lines))
+    written = [draw_curve(lines, args.out / "curve.png")]
+    if args.run_dir is not None:
+        titles = (f"before: accuracy {summary.before:.3f}", f"after {summary.steps} steps: {summary.after:.3f}")
+        written.append(draw_before_after(args.run_dir, args.out / "before_after.png", titles))
+    for file in written:
+        print(f"written: {file.resolve()}")
+    print(f"training took {summary.train_s:.0f} s (sum of timing_s/step), validation {summary.validate_s:.0f} s")
+    print(summary.line())
+    return 0
+
+
+def _follow(args: argparse.Namespace) -> int:
+    from verl_digen.bench.curves import step_text
+    from verl_digen.bench.runlog import parse_line
+
+    position, last = 0, False
+    while True:
+        last = not _exists(args.pid)  # asked before reading, so that lines written in the meantime are still read
+        if args.log.exists():
+            with open(args.log) as file:
+                file.seek(position)
+                text = file.read()
+            whole = text[: text.rfind("\n") + 1]
+            position += len(whole.encode())
+            for row in whole.splitlines():
+                print(step_text(parse_line(row, str(args.log))), flush=True)
+        if last:
+            return 0
+        time.sleep(0.5)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
