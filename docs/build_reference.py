@@ -69,7 +69,8 @@ DIGEN = {
     "validation.guidance_scale": "Guidance in validation; null takes `sampling.guidance_scale`.",
     "validation.grid_samples": "Images in the sample grid written at each validation; 0 writes none.",
     "algorithm.norm": "Advantage: reward minus group mean, divided by the std of the `group`, by the std of all "
-    "samples of the step (`global`), or by nothing (`none`). With `global` GAP falls back to one-shot, and the plan says so.",
+    "samples of the step (`global`), or by nothing (`none`). With `global` GAP falls back to one-shot, and the plan "
+    "says so.",
     "algorithm.adv_max": "Advantages are clamped to ± this.",
     "algorithm.kl_form": "KL to the reference, if `actor.use_kl_loss` is set: of the `transition`, or the squared "
     "difference of the `velocity`.",
@@ -184,8 +185,8 @@ INTRO = """\
 <!-- Written by docs/build_reference.py; edit the text there. -->
 
 A run is configured as every veRL run: Hydra composes veRL's `ppo_trainer`, our group `digen: default` and a recipe, and
-every option can be set on the command line. `digen: default` sets what a diffusion run needs of veRL (trainer mode, model
-config, replica, engine, channel, advantage, loss, reward manager). Our group is found without further flags once the
+every option can be set on the command line. `digen: default` sets what a diffusion run needs of veRL (trainer mode,
+model config, replica, engine, channel, advantage, loss, reward manager). Our group is found without flags once the
 package is installed:
 
 ```

@@ -99,9 +99,7 @@ def print_grid(rows: list[dict]) -> None:
             + " |"
         )
     planning = [r["planning_s"] for r in rows]
-    print(
-        f"\nplanning a cell ({len(POLICIES) * len(RATIOS)} plans): median {statistics.median(planning):.1f} s (measured)"
-    )
+    print(f"\nplanning a cell ({len(POLICIES) * len(RATIOS)} plans): median {statistics.median(planning):.1f} s")
 
 
 def ladder(quick: bool) -> list[dict]:
@@ -118,14 +116,14 @@ def ladder(quick: bool) -> list[dict]:
                 {**base, "split": "all", "rung": f"colocated{', recomputing' if again else ''}", "step_s": best}
             )
         rungs = {
-            "one batch ahead": dict(gap=False, tsp=False, stale_ratios=(1.0,), policies=("none",)),
-            "disaggregated": dict(gap=False, tsp=False, policies=("none",)),
-            "+GAP": dict(tsp=False, policies=("none",)),
-            "+TSP": dict(policies=("none",)),
-            "+TAG (bts)": dict(policies=("none", "bts")),
-            "+TAG (steps)": dict(policies=("none", "bts", "steps")),
-            "+TCSS (steps, 0.5)": dict(policies=("none", "bts", "steps"), stale_ratios=(0.0, 0.5)),
-            "+TCSS (steps, 1.0)": dict(policies=("none", "bts", "steps"), stale_ratios=(0.0, 0.5, 1.0)),
+            "one batch ahead": {"gap": False, "tsp": False, "stale_ratios": (1.0,), "policies": ("none",)},
+            "disaggregated": {"gap": False, "tsp": False, "policies": ("none",)},
+            "+GAP": {"tsp": False, "policies": ("none",)},
+            "+TSP": {"policies": ("none",)},
+            "+TAG (bts)": {"policies": ("none", "bts")},
+            "+TAG (steps)": {"policies": ("none", "bts", "steps")},
+            "+TCSS (steps, 0.5)": {"policies": ("none", "bts", "steps"), "stale_ratios": (0.0, 0.5)},
+            "+TCSS (steps, 1.0)": {"policies": ("none", "bts", "steps"), "stale_ratios": (0.0, 0.5, 1.0)},
         }
         for split, generator in (("8 + 24", 8), ("16 + 16", 16), ("planner", None)):
             for rung, options in rungs.items():

@@ -1,4 +1,4 @@
-"""The bench command without any run: modes, order, figures from fake logs, and what happens to the processes of a run."""
+"""The bench command without any run: modes, order, figures from fake logs, what happens to the processes of a run."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_watch_follows_the_log_and_measures(tmp_path):
 
 def test_a_failed_run_shows_its_last_lines_and_leaves_no_process(tmp_path, monkeypatch):
     monkeypatch.setattr("verl_digen.bench.processes.ENDING_S", 1.5)
-    command = _script(tmp_path, CHILD + "time.sleep(0.5)\nprint('the reason')\nsys.exit(3)\n")
+    command = _script(tmp_path, CHILD + "print('the reason')\nsys.exit(3)\n")
     with pytest.raises(RunFailed, match=r"ended with status 3(.|\n)*the reason"):
         watch(command, cwd=tmp_path, output=tmp_path / "output", timeout_s=60)
     assert _gone(int((tmp_path / "child.pid").read_text()))

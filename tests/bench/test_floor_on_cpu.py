@@ -16,7 +16,13 @@ from verl_digen.bench.workload import FloorSpec, compose_recipe, floor_spec, pre
 from verl_digen.cli.bench import find_recipes
 from verl_digen.config.plan import resolve_plan
 
-SMALL = ("actor_rollout_ref.rollout.n=3", "data.train_batch_size=4", "trainer.v1.digen.sampling.num_steps=4")
+SMALL = (
+    "actor_rollout_ref.rollout.n=3",
+    "data.train_batch_size=4",
+    "trainer.v1.digen.sampling.num_steps=4",
+    "trainer.v1.digen.threads.trainer=1",
+    "trainer.v1.digen.threads.rollout=1",
+)
 WINDOW = (
     "trainer.v1.digen.sampling.selection.kind=window",
     "trainer.v1.digen.sampling.selection.window_size=2",
@@ -42,13 +48,13 @@ def _one_thread():
 
 
 def test_the_spec_is_the_recipe(compose):
-    spec = floor_spec(compose("trainer.v1.digen.threads.trainer=1", "trainer.v1.digen.threads.rollout=1"), steps=3)
+    spec = floor_spec(compose(), steps=3)
     assert (spec.n, spec.num_steps, spec.threads) == (3, 4, 1)
     assert (spec.eta, spec.clip_low, spec.lr, spec.weight_decay, spec.clip_grad) == (0.7, 1e-3, 1e-3, 1e-2, 1.0)
     assert [len(step) for step in spec.prompts] == [4, 4, 4]
     assert spec.trained == [[[0, 1, 2]] * 4] * 3
     for prompts, digits in zip(spec.prompts, spec.digits, strict=True):
-        words = "zero one two three four five six seven eight nine".split()
+        words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
         assert all(words[digit] in prompt for prompt, digit in zip(prompts, digits, strict=True))
 
 

@@ -102,7 +102,6 @@ def test_unknown_names_are_refused_with_the_closest_one(override, words):
         ({"sampling": {"selection": {"window_range": 3}}}, "sampling.selection.window_range", ""),
         ({"failure": {"max_retries": None}}, "failure.max_retries", ""),
         ({"rewards": {"sharp": {"weight": "heavy"}}}, "rewards.sharp.weight", "heavy"),
-        ({"tsp": 4}, "tsp", ""),
     ],
 )
 def test_wrong_types_are_refused_with_the_option_and_the_value(override, option, value):
@@ -145,6 +144,9 @@ IMPOSSIBLE = [
     ({"ema": {"validate": True}}, "ema.enable=true"),
     ({"gap": {"fragment_size": 4}}, "gap.fragment_size=4"),
     ({"gap": {"enable": True, "fragment_size": 0}}, "gap.fragment_size=0"),
+    ({"gap": {"enable": True}, "sampling": {"batch_size": 4}}, "sampling.batch_size=4"),
+    ({"preset": "digen", "sampling": {"batch_size": 4}}, "sampling.batch_size=4"),
+    ({"tsp": 4}, "int is not a subclass of TspConfig"),
     ({"tsp": {"max_cells": 0}}, "tsp.max_cells=0"),
     ({"failure": {"max_retries": -1}}, "failure.max_retries=-1"),
     *(

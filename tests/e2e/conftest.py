@@ -29,8 +29,10 @@ def cluster(digits_dir):
     import transfer_queue as tq
 
     ray.init(
-        num_cpus=32,
+        num_cpus=16,
         num_gpus=8,
+        # every process costs seconds of a core: start none ahead of its use
+        _system_config={"prestart_worker_first_driver": False, "enable_worker_prestart": False},
         include_dashboard=False,
         log_to_driver=bool(os.environ.get("E2E_LOGS")),
         runtime_env={
@@ -58,9 +60,7 @@ def launch(cluster, digits_dir, tmp_path):
 
     def start(*overrides: str, name: str | None = None, steps: int = 3) -> Run:
         folder = tmp_path / (name or f"run{len(runs)}")
-        run = Run(
-            compose(digits_dir, folder, [*SMALL, f"trainer.total_training_steps={steps}", *overrides])
-        )
+        run = Run(compose(digits_dir, folder, [*SMALL, f"trainer.total_training_steps={steps}", *overrides]))
         runs.append(run)
         return run.start()
 

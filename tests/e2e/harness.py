@@ -118,6 +118,9 @@ class Run:
         """End the processes of this run and free its placement groups."""
         if self.trainer is None:
             return
+        if self.manager is not None:
+            self.manager.close()
+            self.manager = None
         groups = [getattr(self.trainer, name, None) for name in ("actor_rollout_wg", "rollout_wg")]
         actors = [worker for group in groups if group is not None for worker in group.workers]
         actors += [worker for replica in getattr(self.trainer, "replicas", []) for worker in replica.workers]

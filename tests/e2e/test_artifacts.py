@@ -12,10 +12,10 @@ from tests.e2e.harness import disaggregated
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-CUSTOM = '''
+CUSTOM = """
 def brightness(data_source, solution_image, ground_truth, extra_info, prompt):
     return {"score": float(solution_image.mean()) / 255.0, "bright": float(solution_image.mean() > 60)}
-'''
+"""
 
 
 def test_everything_on_at_once(launch, tmp_path, monkeypatch):

@@ -6,8 +6,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
-
 import pytest
 import ray
 
@@ -18,29 +16,18 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 KEEP = ["actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"]
 FRAGMENTS = "trainer.v1.digen.sampling.batch_size=2"
 
-REWARDS = '''
-import os, time
+REWARD = """
+import time
+from pathlib import Path
 
-def raises(**_):
-    raise RuntimeError("the judge is out")
-
-def hangs(**_):
-    time.sleep(600)
-
-def not_finite(**_):
-    return {"score": float("nan")}
-
-def slow(**_):
-    time.sleep(0.15)
-    return {"score": float(os.getpid() % 1)}
-'''
-
-
-@pytest.fixture
-def reward_file(tmp_path) -> Path:
-    file = tmp_path / "judge.py"
-    file.write_text(REWARDS)
-    return file
+def judge(**_):
+    what = (Path(__file__).parent / "behaviour").read_text()
+    if what == "raises":
+        raise RuntimeError("the judge is out")
+    if what == "hangs":
+        time.sleep(600)
+    return {"score": float(what)}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -87,22 +74,26 @@ def test_a_process_that_dies_or_hangs_changes_nothing(launch, undisturbed, victi
     assert relative_difference(undisturbed["weights"], run.weights()) <= 1e-9
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [("raises", "the judge is out"), ("hangs", "timed out"), ("not_finite", "nan")],
-)
-def test_a_bad_reward_ends_the_run_and_is_named(launch, reward_file, function, expected):
+def test_a_bad_reward_ends_the_run_and_is_named(launch, tmp_path):
+    (tmp_path / "judge.py").write_text(REWARD)
     run = launch(
-        f"reward.custom_reward_function.path={reward_file}",
-        f"reward.custom_reward_function.name={function}",
-        "trainer.v1.digen.failure.reward_timeout_s=3",
+        f"reward.custom_reward_function.path={tmp_path / 'judge.py'}",
+        "reward.custom_reward_function.name=judge",
+        "trainer.v1.digen.failure.reward_timeout_s=5",
         "trainer.v1.digen.failure.max_retries=1",
         steps=1,
     )
-    with pytest.raises(RuntimeError, match=expected) as caught:
-        run.fit()
-    assert "sample" in str(caught.value)
-    assert "max_retries=1" in str(caught.value)
+    for behaviour, expected in (("raises", "the judge is out"), ("nan", "nan"), ("hangs", "timed out")):
+        (tmp_path / "behaviour").write_text(behaviour)
+        run.trainer.global_steps = 0
+        with pytest.raises(RuntimeError, match=expected) as caught:
+            run.fit()
+        assert "sample" in str(caught.value) and "max_retries=1" in str(caught.value)
+    # the workers are whole: with a sound reward the same trainer goes on
+    (tmp_path / "behaviour").write_text("0.5")
+    run.trainer.global_steps = 0
+    run.fit()
+    assert run.steps()[0]["reward/extra/reward/custom"] == 0.5
 
 
 def test_a_placement_that_cannot_be_met_lists_the_cluster(launch):

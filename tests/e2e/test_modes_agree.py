@@ -51,11 +51,13 @@ MODES = {
         "trainer.v1.digen.tsp.max_cells=5",
     ],
 }
-# every mode for full fine-tuning; for the other families the two that differ most from the reference
-COMBINATIONS = [("full", mode) for mode in MODES] + [
-    (family, mode)
-    for family in list(FAMILIES)[1:]
-    for mode in ("3 replicas, fragments of 5", "gap + tsp, 2 ranks, 2 replicas")
+# every mode for full fine-tuning; for the other families those that differ most from the reference
+COMBINATIONS = [
+    *(("full", mode) for mode in MODES),
+    ("lora-kl", "3 replicas, fragments of 5"),
+    ("lora-kl", "gap + tsp, 2 ranks, 2 replicas"),
+    ("full-kl-window", "gap + tsp, 2 ranks, 2 replicas"),
+    ("two-batches-cfg", "gap + tsp, 2 ranks, 2 replicas"),
 ]
 
 

@@ -140,9 +140,8 @@ def stop_process(process: subprocess.Popen, folder: Path, how: str) -> None:
     process.wait(timeout=30)
 
 
-def test_another_runs_checkpoint_is_refused(launch):
-    run = launch("trainer.save_freq=1", steps=1, name="first").fit()
-    run.close()
+def test_another_runs_checkpoint_is_refused_before_a_device_is_taken(launch, straight):
+    assert straight, "the tests above leave a checkpoint"
     with pytest.raises(ValueError, match=r"seed: 42 -> 7") as caught:
-        launch("data.seed=7", "trainer.resume_mode=auto", name="first")
+        launch("data.seed=7", "trainer.resume_mode=auto", f"trainer.default_local_dir={straight['folder']}")
     assert "trainer.resume_mode=disable" in str(caught.value)

@@ -1,7 +1,8 @@
 """Start a run as a process tree, follow the lines of its log, watch its memory, and leave nothing behind.
 
-What must hold: after :func:`watch` returns or raises, no process of the tree is left. Ray's workers are in process
-groups of their own, so the tree is remembered by process (identity and start time), and only those are ended.
+What must hold: after :func:`watch` returns or raises, no process of the tree is left, and no other process was touched.
+Ray's workers are in process groups of their own and outlive their parent, so a run's processes are known by having been
+descendants of it, and by a mark in the environment that they inherit.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import signal
 import subprocess
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,8 @@ import psutil
 POLL_S = 0.1
 MEMORY_EVERY_S = 2.0
 ENDING_S = 15.0
+KILLED_S = 60.0  # a killed process ends as soon as it is given a core
+MARK = "VERL_DIGEN_BENCH_RUN"
 
 # what a process's command line contains -> kind; the first that fits
 KINDS = (
@@ -63,18 +67,32 @@ def kind_of(cmdline: str) -> str:
 
 
 class ProcessTree:
-    """A process and all its descendants, those included whose parent has ended since they were seen."""
+    """A process and all its descendants, those included whose parent has ended.
 
-    def __init__(self, root: psutil.Process):
-        self.root = root
+    Args:
+        root: the process.
+        mark: value of ``MARK`` in the environment of the root, which its descendants inherit and no other process has.
+    """
+
+    def __init__(self, root: psutil.Process, mark: str):
+        self.root, self.mark = root, mark
         self.seen: set[psutil.Process] = {root}
 
-    def refresh(self, *, thorough: bool = False) -> None:
-        """Add descendants that are new; ``thorough`` also looks below those whose parent has ended."""
-        for process in list(self.seen) if thorough else [self.root]:
+    def refresh(self) -> None:
+        """Add descendants that are new."""
+        try:
+            self.seen.update(self.root.children(recursive=True))
+        except psutil.NoSuchProcess:
+            return
+
+    def refresh_marked(self) -> None:
+        """Add every process that bears the mark: also those that lost their parent before they were ever seen."""
+        self.refresh()
+        for process in psutil.process_iter():
             try:
-                self.seen.update(process.children(recursive=True))
-            except psutil.NoSuchProcess:
+                if process.environ().get(MARK) == self.mark:
+                    self.seen.add(process)
+            except psutil.Error:  # gone, or another user's
                 continue
 
     def alive(self) -> list[psutil.Process]:
@@ -98,17 +116,24 @@ class ProcessTree:
 
     def end(self) -> None:
         """End what is left: interrupt the root so that it can clean up, then terminate, then kill."""
-        self.refresh(thorough=True)
+        self.refresh_marked()
         if self.root.is_running():
             _signal([self.root], signal.SIGINT)
             psutil.wait_procs([self.root], timeout=ENDING_S)
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            self.refresh(thorough=True)
+        for number, patience in ((signal.SIGTERM, ENDING_S / 3), (signal.SIGKILL, KILLED_S)):
+            self.refresh_marked()
             left = self.alive()
             if not left:
                 return
             _signal(left, number)
-            psutil.wait_procs(left, timeout=ENDING_S / 3)
+            _wait_until_gone(left, patience)
+
+
+def _wait_until_gone(processes: Sequence[psutil.Process], patience: float) -> None:
+    """Wait for the end of processes; one that nobody reaps counts as ended."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline and any(_status(p) not in (psutil.STATUS_ZOMBIE, None) for p in processes):
+        time.sleep(POLL_S)
 
 
 def _status(process: psutil.Process) -> str | None:
@@ -149,18 +174,18 @@ def watch(
     Raises:
         RunFailed: another exit status than 0, or too late.
     """
-    watched = Watched(started=time.time())
+    watched, mark = Watched(started=time.time()), uuid.uuid4().hex
     with open(output, "wb") as stdout:
         process = psutil.Popen(
             list(command),
             cwd=cwd,
-            env=os.environ | (env or {}),
+            env=os.environ | (env or {}) | {MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # a Ctrl-C in the terminal reaches the run through end(), once
         )
-        tree = ProcessTree(process)
+        tree = ProcessTree(process, mark)
         try:
             status = _follow(process, tree, watched, log, timeout_s, on_line)
         finally:

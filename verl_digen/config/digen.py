@@ -233,6 +233,8 @@ def parse_digen(config: DictConfig | dict) -> DigenConfig:
         key = str(error.full_key or error.key)
         section, _, name = key.rpartition(".")
         node = OmegaConf.select(schema, section) if section else schema
+        if section.startswith("rewards."):
+            node = OmegaConf.structured(RewardSpec)
         known = [str(k) for k in node] if node is not None else []
         close = difflib.get_close_matches(name or key, known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""

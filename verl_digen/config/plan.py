@@ -108,11 +108,13 @@ def resolve_plan(config: DictConfig) -> RunPlan:
     _check_fixed(config)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     prompts, batch = config.data.train_batch_size, actor.ppo_mini_batch_size
-    if batch > prompts or prompts % batch:
+    if batch < 1 or batch > prompts or prompts % batch:
         raise ValueError(
             f"data.train_batch_size={prompts} prompts must be a multiple of "
             f"actor_rollout_ref.actor.ppo_mini_batch_size={batch} prompts"
         )
+    if actor.ppo_epochs < 1:
+        raise ValueError(f"actor_rollout_ref.actor.ppo_epochs={actor.ppo_epochs} must be 1 or more")
     if rollout.n < 2:
         raise ValueError(
             f"actor_rollout_ref.rollout.n={rollout.n}: group advantages of fewer than 2 samples are 0 and nothing is "

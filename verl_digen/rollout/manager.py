@@ -172,6 +172,19 @@ class DiffusionRolloutManager:
         """Fragments that replicas have at this moment."""
         return sum(self._outstanding.values())
 
+    def close(self) -> None:
+        """Stop pulling and end the thread; fragments in flight are left to their replicas."""
+
+        async def cancel() -> None:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(cancel(), self._loop).result(timeout=30)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=30)
+
     def waiting_for(self) -> str:
         """Samples that are not there yet, in words."""
         missing = {u: g.n - len(self._results.get(u, {})) for u, g in self._groups.items()}

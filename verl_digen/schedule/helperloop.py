@@ -125,7 +125,7 @@ class HelperLoop(GeneratorLoop):
         if self._prediction is None and not math.isnan(decision.predicted_s):
             self._prediction = self.now + decision.predicted_s
         self._decision = decision
-        if decision.hand_over and self.idle:
+        if decision.action is Action.SKIP and decision.hand_over and self.idle:
             self.return_held()
         if decision.action is Action.GENERATE and self.take_work(decision):
             self.occupy()
@@ -205,7 +205,7 @@ class HelperLoop(GeneratorLoop):
         profile, factor, steps = self.profile, self._factor, self.workload.denoise_steps
         claims = self._block[: self.pools.trainer.ranks]
         del self._block[: len(claims)]
-        speed = self.pools.trainer.speed
+        speed, since = self.pools.trainer.speed, start
         if any(claim.steps_done == 0 for claim in claims):
             start += profile.encode_s / speed
         slowest = max(factor(claim.uid, claim.j) for claim in claims) if factor else 1.0
@@ -216,7 +216,7 @@ class HelperLoop(GeneratorLoop):
         count = min(steps - claim.steps_done for claim in claims)
         end = start + count * step_s + profile.decode_s * slowest / speed
         self._helper_epoch += 1
-        self._helping = _Round(claims, start, step_s, count, self.now)
+        self._helping = _Round(claims, start, step_s, count, since)
         self.at(end, self.round_done, self._helper_epoch)
         if self._decision.yield_when_ready and self.trainable():
             self.ask_to_yield()
@@ -266,8 +266,8 @@ class HelperLoop(GeneratorLoop):
     def put_aside(self, claims: list[Claim]) -> None:
         """The helper stops; what it has not finished stays with it until an idle replica may have it."""
         self._held, self._block = claims, []
-        relieved, self._relieved = self._relieved, False
-        if relieved:
+        self._relieved = False
+        if self._decision.hand_over and self.idle:
             self.return_held()
         self.trainer_free()
 

@@ -20,6 +20,10 @@ from verl_digen.schedule.tsp import cells_that_fit
 from verl_digen.schedule.work import Pools, Replica, Schedule, TrainerPool
 
 
+TRIAL_SAMPLES = 2048
+"""Samples after which the trial of a candidate ends early (it has at least three steps)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
     """What the planner may choose from.
@@ -34,7 +38,7 @@ class Search:
         generator: devices the Generator takes from the Trainer's group; ``None`` leaves the split open.
         splits: at most this many Generator sizes per group of devices.
         shortlist: candidates simulated for each policy and ratio.
-        trial_steps, final_steps: simulated steps of a candidate and of the winners.
+        trial_steps, final_steps: simulated steps of a candidate (fewer when a step is large) and of the winners.
         recompute_old_log_probs: passed on to the schedules.
     """
 
@@ -291,6 +295,7 @@ def _best(
     candidates = _shortlist(case, bare, policy, ratio, search.shortlist)
     for other in known:
         candidates.append(replace(other, schedule=replace(other.schedule, policy=policy, max_stale_ratio=ratio)))
+    trial = min(search.trial_steps, max(3, TRIAL_SAMPLES // case.workload.samples))
     trials: list[tuple[float, int, Candidate]] = []
     tried: set[tuple] = set()
     for order, candidate in enumerate(candidates):
@@ -299,7 +304,7 @@ def _best(
         if key in tried or (trials and floor >= min(trials)[0]):
             continue
         tried.add(key)
-        result = _play(case, candidate, search.trial_steps)
+        result = _play(case, candidate, trial)
         trials.append((result.makespan_s, order, candidate))
     trials.sort(key=lambda entry: entry[:2])
     finals = [

@@ -110,8 +110,8 @@ class RunningEstimate:
 
     The mean is an exponential average whose weight is 1/count at first, so early measurements count
     fully. A value further than ``outlier_sigma`` standard deviations from the mean (and further than
-    half the mean) is clipped to that distance; ``patience`` such values in a row on the same side mean that the
-    level has changed, and the estimate starts anew from them.
+    half the mean) is clipped to that distance; ``patience`` such values in a row that agree with each other (within
+    half of the largest) mean that the level has changed, and the estimate starts anew from them.
 
     Args:
         prior: value returned before anything is measured, seconds.
@@ -172,11 +172,10 @@ class RunningEstimate:
         self._blend(seconds)
 
     def _suspect(self, seconds: float, clipped: float) -> None:
-        if self._suspects and (self._suspects[-1] > self.mean) != (seconds > self.mean):
-            self._suspects.clear()
-        self._suspects.append(seconds)
         self.outliers += 1
-        if len(self._suspects) < self.patience:
+        self._suspects = [*self._suspects, seconds][-self.patience :]
+        spread = max(self._suspects) - min(self._suspects)
+        if len(self._suspects) < self.patience or spread > 0.5 * max(self._suspects):
             self._blend(clipped)
             return
         level, self._suspects = self._suspects, []

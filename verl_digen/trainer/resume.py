@@ -96,27 +96,31 @@ def _prune(root: Path, keep: int | None, newest: Path) -> None:
             shutil.rmtree(folder)
 
 
-def load_trainer(trainer) -> None:
-    """Set ``global_steps`` and load the newest complete checkpoint, as ``trainer.resume_mode`` says.
+def find_checkpoint(trainer) -> Path | None:
+    """The newest complete checkpoint, as ``trainer.resume_mode`` says; sets ``global_steps``. No device is needed.
 
     Raises:
         ValueError: an unknown mode, a path that is no checkpoint, or another run's.
     """
-    config = trainer.config.trainer
     trainer.global_steps = 0
-    folder = _folder_to_resume(config)
+    folder = _folder_to_resume(trainer.config.trainer)
     if folder is None:
-        return
+        return None
     state_file = folder / RUN_FILE
     if not state_file.is_file():
         raise ValueError(f"{folder} holds no complete checkpoint ({RUN_FILE} is missing)")
     saved = json.loads(state_file.read_text())
     check_run_state(saved, run_state(trainer), folder)
+    trainer.global_steps = saved["global_steps"]
+    return folder
+
+
+def load_engine_state(trainer, folder: Path) -> None:
+    """Load weights, optimizer and schedule of a checkpoint into the training workers."""
     ray.get(
         [w.load_checkpoint.remote(local_path=str(folder / "actor")) for w in trainer.actor_rollout_wg.workers],
         timeout=trainer.plan.digen.failure.sync_timeout_s,
     )
-    trainer.global_steps = saved["global_steps"]
     logger.info("resumed from %s at step %d", folder, trainer.global_steps)
 
 

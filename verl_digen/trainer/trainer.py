@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 import ray
+import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.table import Table
@@ -36,7 +37,7 @@ from verl_digen.rollout.requests import TRAIN, PromptGroup, row_key
 from verl_digen.sync.publisher import PublishError, WeightPublisher
 from verl_digen.trainer import metrics as digen_metrics
 from verl_digen.trainer.pools import ROLLOUT_POOL, TRAINER_POOL, DigenResourcePoolManager
-from verl_digen.trainer.resume import load_trainer, save_trainer
+from verl_digen.trainer.resume import find_checkpoint, load_engine_state, save_trainer
 from verl_digen.trainer.rewards import DiffusionRewardLoopManager
 from verl_digen.trainer.step import StepOutcome, TrainingStep
 from verl_digen.trainer.validate import Validator, dump_samples
@@ -72,6 +73,7 @@ class DigenTrainer(PPOTrainer):
         self._init_dataloader()
         self._init_dump_executor()
         self._check_model()
+        resumed = find_checkpoint(self)
         self._print_plan()
         self._init_resource_pool_mgr()
         self.resource_pool_manager.create_resource_pool()
@@ -79,7 +81,8 @@ class DigenTrainer(PPOTrainer):
         self.reward_loop_manager = DiffusionRewardLoopManager(config=self.config, rm_resource_pool=None)
         self._init_models()
         self.teacher_model_manager = None
-        self._load_checkpoint()
+        if resumed is not None:
+            load_engine_state(self, resumed)
 
     def _init_tokenizer(self) -> None:
         """Prompts are tokenised by the model family in the replicas."""
@@ -322,6 +325,13 @@ class DigenTrainer(PPOTrainer):
         keys = [row_key(uid, j) for group in groups for uid, j in group.samples] + [group.uid for group in groups]
         return KVBatchMeta(partition_id=TRAIN, keys=keys, tags=[{} for _ in keys])
 
+    def _reissue_inflight_prompts(self, partition_id: str = TRAIN) -> int:
+        """Drop the rows of a step that was not finished: it is generated anew, with the same bits, from its number."""
+        rows = list((tq.kv_list(partition_id) or {}).get(partition_id, {}))
+        if rows:
+            tq.kv_clear(keys=rows, partition_id=partition_id)
+        return 0
+
     def on_step_end(self) -> None:
         with marked_timer("update_weights", self.timing_raw):
             self._publish()
@@ -391,9 +401,6 @@ class DigenTrainer(PPOTrainer):
 
     def _save_checkpoint(self) -> None:
         save_trainer(self)
-
-    def _load_checkpoint(self) -> None:
-        load_trainer(self)
 
 
 def prompt_group(row: dict[str, Any], uid: str, n: int, partition: str) -> PromptGroup:

@@ -1,0 +1,205 @@
+"""The engine: publishing, EMA, checkpoints without pickles, exact resume (I8, I9)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine.harness import (
+    Options,
+    build_engine,
+    build_sampler,
+    files,
+    fragment,
+    initial_rows,
+    one_step,
+    rule,
+    same_bits,
+    snapshot,
+)
+from verl_digen.config.digen import EMAConfig
+from verl_digen.engine.checkpoint import load_engine, save_engine
+from verl_digen.engine.ema import ParameterEMA
+from verl_digen.sync.checksum import tensors_checksum
+
+EMA = {"ema": EMAConfig(enable=True, decay=0.5, every=2)}
+WITH_HF = ("model", "optimizer", "extra", "hf_model")
+
+
+@pytest.fixture
+def rows():
+    return initial_rows("float64")
+
+
+def train(engine, rows, steps: int) -> None:
+    for step in range(steps):
+        one_step(engine, rule(), rows, on_policy=step == 0)
+
+
+# ---- EMA -------------------------------------------------------------------------------------------------------
+
+
+def test_ema_formula_and_no_alias():
+    parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+    ema = ParameterEMA([("p", parameter)], decay=0.75, every=2)
+    assert ema.average["p"].data_ptr() != parameter.data_ptr()
+    with torch.no_grad():
+        parameter.fill_(5.0)
+    assert ema.average["p"].tolist() == [1.0, 2.0]
+    ema.update()
+    assert ema.average["p"].tolist() == [1.0, 2.0]  # every second commit
+    ema.update()
+    assert ema.average["p"].tolist() == [0.75 * 1 + 0.25 * 5, 0.75 * 2 + 0.25 * 5]
+
+
+def test_averages_are_swapped_in_and_the_weights_come_back_bit_for_bit(rows):
+    engine = build_engine(Options(digen=EMA))
+    train(engine, rows, 2)
+    before = snapshot(engine)
+    own = tensors_checksum(engine.get_per_tensor_param()[0])
+    with engine.averaged_weights():
+        for name, parameter in engine.named_trainable():
+            assert torch.equal(parameter, engine.ema.average[name])
+            assert parameter.data_ptr() != engine.ema.average[name].data_ptr()
+        assert tensors_checksum(engine.get_per_tensor_param()[0]) != own
+    assert same_bits(snapshot(engine), before)
+    with pytest.raises(RuntimeError, match="validation"), engine.averaged_weights():
+        raise RuntimeError("validation failed")
+    assert same_bits(snapshot(engine), before)
+    assert engine.ema.commits == 2
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(digen=EMA, optim={"lr_scheduler_type": "cosine", "lr_warmup_steps": 2}, contents=WITH_HF),
+        Options(model={"lora_rank": 2}),
+        Options(optim={"optimizer": "SGD", "override_optimizer_config": {"momentum": 0.9}, "lr": 0.1}),
+    ],
+    ids=["full-ema-cosine", "lora", "sgd-momentum"],
+)
+def test_a_loaded_engine_goes_on_bit_for_bit(tmp_path, rows, options):
+    engine = build_engine(options)
+    train(engine, rows, 3)
+    save_engine(engine, str(tmp_path / "ck"))
+    saved, schedule = snapshot(engine), engine.lr_scheduler.state_dict()
+    metrics = one_step(engine, rule(), rows, on_policy=False)
+    continued = snapshot(engine)
+
+    fresh = build_engine(options)
+    load_engine(fresh, str(tmp_path / "ck"))
+    assert same_bits(snapshot(fresh), saved) and fresh.lr_scheduler.state_dict() == schedule
+    assert one_step(fresh, rule(), rows, on_policy=False) == metrics
+    assert same_bits(snapshot(fresh), continued)
+
+    load_engine(engine, str(tmp_path / "ck"))  # over an engine that has gone on
+    assert same_bits(snapshot(engine), saved)
+    if engine.ema is not None:
+        assert engine.ema.commits == 3
+
+
+def test_nothing_is_pickled_and_other_programs_can_load_it(tmp_path, rows):
+    engine = build_engine(Options(digen=EMA, contents=WITH_HF))
+    train(engine, rows, 1)
+    save_engine(engine, str(tmp_path))
+    written = files(tmp_path)
+    assert {file.suffix for file in written} == {".safetensors", ".json"}
+    for file in written:
+        if file.suffix == ".json":
+            json.loads(file.read_text())
+        else:
+            assert load_file(file)
+    exported = load_file(tmp_path / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert same_bits(exported, {name: p.detach() for name, p in engine.named_trainable()})
+    from diffusers import SD3Transformer2DModel
+
+    SD3Transformer2DModel.from_pretrained(tmp_path / "transformer", torch_dtype=torch.float64)
+
+
+def test_the_lora_file_starts_another_run(tmp_path, rows):
+    engine = build_engine(Options(model={"lora_rank": 2}))
+    train(engine, rows, 1)
+    save_engine(engine, str(tmp_path))
+    again = build_engine(Options(model={"lora_rank": 2, "lora_adapter_path": str(tmp_path)}))
+    assert tensors_checksum(again.named_trainable()) == tensors_checksum(engine.named_trainable())
+    with pytest.raises(ValueError, match="lora_adapter_path"):
+        build_engine(
+            Options(model={"lora_rank": 2, "target_modules": ["to_q"], "lora_adapter_path": str(tmp_path)})
+        )
+    with pytest.raises(ValueError, match="does not exist"):
+        build_engine(Options(model={"lora_rank": 2, "lora_adapter_path": str(tmp_path / "nowhere")}))
+
+
+@pytest.mark.parametrize(
+    ("other", "option"),
+    [
+        (Options(dtype="float32"), "arithmetic"),
+        (Options(model={"lora_rank": 2}), "lora_rank"),
+        (Options(digen=EMA), "ema.enable"),
+    ],
+    ids=["dtype", "lora", "ema"],
+)
+def test_a_checkpoint_of_another_kind_is_refused(tmp_path, rows, other, option):
+    engine = build_engine(Options())
+    save_engine(engine, str(tmp_path))
+    target = build_engine(other)
+    before = snapshot(target)
+    with pytest.raises(ValueError, match="was written with") as error:
+        load_engine(target, str(tmp_path))
+    assert option in str(error.value) and "torch.float64" in str(error.value)
+    assert same_bits(snapshot(target), before)
+
+
+def test_an_incomplete_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="state.json is missing"):
+        load_engine(build_engine(Options()), str(tmp_path))
+
+
+def test_checkpoints_go_to_local_paths_only(tmp_path):
+    with pytest.raises(ValueError, match="default_hdfs_dir"):
+        build_engine(Options()).save_checkpoint(str(tmp_path), "hdfs://somewhere")
+
+
+# ---- publishing to a sampler -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [{}, {"lora_rank": 2}], ids=["full", "lora"])
+def test_published_weights_arrive_and_change_what_is_sampled(rows, model):
+    options = Options(model=model)
+    engine, sampler = build_engine(options), build_sampler(options)
+    first = sampler.load_weights(engine.get_per_tensor_param()[0], 0)
+    assert first == (tensors_checksum(engine.get_per_tensor_param()[0]), len(engine.trainable_parameters()))
+    old = sampler.run(fragment()).result.x_final
+    train(engine, rows, 2)
+    second = sampler.load_weights(engine.get_per_tensor_param()[0], 1)
+    assert second[0] != first[0] and second[1] == first[1] > 0 and sampler.version == 1
+    assert not torch.equal(sampler.run(fragment()).result.x_final, old)
+
+
+def test_a_publish_that_does_not_fit_leaves_no_version():
+    options = Options()
+    engine, sampler = build_engine(options), build_sampler(options)
+    tensors = list(engine.get_per_tensor_param()[0])
+    sampler.load_weights(tensors, 0)
+    name, tensor = tensors[0]
+    for wrong in (tensors[1:], [*tensors, ("unknown.weight", tensor)], [(name, tensor[:1]), *tensors[1:]]):
+        with pytest.raises(ValueError):
+            sampler.load_weights(wrong, 1)
+        assert sampler.version is None
+    sampler.load_weights(tensors, 2)
+    assert sampler.version == 2
+
+
+def test_a_sample_is_the_same_with_whomever_it_is_denoised():
+    sampler = build_sampler(Options())
+    together = sampler.run(fragment())
+    alone = sampler.run(fragment([("b", 1)]))
+    assert alone.noise_hashes == together.noise_hashes[3:]
+    torch.testing.assert_close(alone.result.latents[0], together.result.latents[3], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(alone.result.log_probs[0], together.result.log_probs[3], rtol=1e-12, atol=1e-12)

@@ -1,0 +1,106 @@
+"""TSP: tile plans cover the grid, fit the budget and keep ranks in step."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_digen.schedule.profile import Profile
+from verl_digen.schedule.tsp import TileBudget, cells_that_fit, plan_tiles, plan_without_tsp, split_tile, tile_rounds
+from verl_digen.schedule.work import Tile, TrainerPool
+
+sizes = {"samples": st.integers(1, 12), "transitions": st.integers(1, 9), "ranks": st.integers(1, 7)}
+
+
+@given(**sizes, cells=st.integers(1, 20), order=st.sampled_from(["sample", "transition"]), tsp=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_tiles_cover_the_grid_once_fit_and_keep_ranks_in_step(samples, transitions, ranks, cells, order, tsp):
+    if tsp:
+        plan = plan_tiles(samples, transitions, ranks=ranks, max_cells=cells, order=order)
+    else:
+        plan = plan_without_tsp(samples, transitions, ranks=ranks, max_cells=cells)
+    covered = [cell for tile in plan.tiles for cell in plan.grid(tile)]
+    assert sorted(covered) == [(i, k) for i in range(samples) for k in range(transitions)]
+    assert all(tile.cells <= cells for tile in plan.tiles)
+    per_rank = [plan.of_rank(rank) for rank in range(ranks)]
+    assert len({len(tiles) for tiles in per_rank}) == 1  # the same number of collectives everywhere
+    rounds, fullest = tile_rounds(samples, transitions, ranks, cells, tsp)
+    assert rounds == plan.rounds == len(per_rank[0])
+    assert fullest == max(sum(tile.cells for tile in tiles) for tiles in per_rank)
+    if tsp:
+        loads = [sum(tile.cells for tile in tiles) for tiles in per_rank]
+        assert max(loads) - min(loads) <= 1
+    else:
+        assert all(len({k for _, k in plan.grid(tile)}) <= 1 for tile in plan.tiles)  # one transition per tile
+
+
+def test_time_of_a_fragment_follows_the_formula():
+    """Without TSP K·(compute + comm); with tiles of k transitions K·compute + ⌈K/k⌉·comm (4 samples on 4 ranks)."""
+    profile = Profile(denoise_s=1, train_cell_s=3.0, tile_fixed_s=0.5)
+    trainer = TrainerPool(ranks=4)
+    assert profile.train_s(4, 10, trainer, max_cells=4, tsp=False) == pytest.approx(10 * (3.0 + 0.5))
+    assert profile.train_s(4, 10, trainer, max_cells=4, tsp=True) == pytest.approx(10 * 3.0 + 3 * 0.5)
+    assert profile.train_s(2, 10, trainer, max_cells=4, tsp=True) == pytest.approx(5 * 3.0 + 2 * 0.5)
+    fast = TrainerPool(ranks=4, speed=2.0)
+    assert profile.train_s(4, 10, fast, max_cells=4, tsp=True) == pytest.approx((10 * 3.0 + 3 * 0.5) / 2)
+    recompute = Profile(denoise_s=1, train_cell_s=3.0, tile_fixed_s=0.5, logprob_cell_s=1.0, logprob_fixed_s=0.2)
+    extra = recompute.train_s(4, 10, trainer, max_cells=4, tsp=True, recompute=True)
+    assert extra == pytest.approx(10 * 4.0 + 3 * 0.7)
+
+
+def test_plan_refuses_bad_input():
+    with pytest.raises(ValueError, match="max_cells=0"):
+        plan_tiles(2, 2, ranks=1, max_cells=0)
+    with pytest.raises(ValueError, match="unknown order 'diagonal'"):
+        plan_tiles(2, 2, ranks=1, max_cells=1, order="diagonal")
+
+
+@given(start=st.integers(0, 50), cells=st.integers(2, 40), limit=st.integers(1, 40))
+@settings(max_examples=40, deadline=None)
+def test_split_replaces_a_tile_exactly(start, cells, limit):
+    parts = split_tile(Tile(1, 2, start, start + cells), limit)
+    assert len(parts) >= 2 and all(1 <= part.cells <= max(limit, cells // 2 + cells % 2) for part in parts)
+    assert [c for part in parts for c in range(part.start, part.stop)] == list(range(start, start + cells))
+    assert all(part.cells <= limit for part in parts) or limit >= cells
+    assert {(part.rank, part.round) for part in parts} == {(1, 2)}
+
+
+def test_a_single_cell_cannot_be_split():
+    with pytest.raises(ValueError, match="1 cell .rank 0, round 3. cannot be split"):
+        split_tile(Tile(0, 3, 5, 6), 1)
+
+
+def test_cells_that_fit():
+    assert cells_that_fit(10.0, 3.0) == 3
+    assert cells_that_fit(-2.0, 3.0) == 0
+    with pytest.raises(ValueError, match="gib_per_cell=0"):
+        cells_that_fit(1.0, 0.0)
+
+
+def settle(budget, seconds):
+    for _ in range(20):
+        if budget.settled:
+            return budget.size
+        budget.observe(budget.size, seconds(budget.size))
+    return budget.size
+
+
+def test_budget_doubles_until_it_no_longer_helps():
+    assert settle(TileBudget(), lambda cells: 1.0 + cells if cells <= 8 else 2.0 * cells) == 8
+    assert settle(TileBudget(limit=6), lambda cells: 1.0 + cells) == 6  # stops at what fits
+
+
+def test_budget_ignores_partial_tiles_and_survives_out_of_memory():
+    budget = TileBudget()
+    for size in (1, 2, 4):
+        budget.observe(size, 1.0 + size)
+    assert budget.size == 8
+    budget.observe(3, 0.1)  # a smaller tail tile teaches nothing
+    assert budget.size == 8 and 3 not in budget.seconds_per_cell
+    assert budget.out_of_memory(8) == 4
+    assert budget.settled and budget.limit == 7
+    assert budget.out_of_memory(4) == 2  # memory got tighter later
+    with pytest.raises(ValueError, match="1 cell does not fit"):
+        TileBudget().out_of_memory(1)
+    again = TileBudget()
+    again.load_state_dict(budget.state_dict())
+    assert again == budget
