@@ -4,10 +4,11 @@
 #
 #     bash recipes/quickstart.sh [OVERRIDE...]      for example  trainer.v1.digen.gap.enable=true
 #
-# Runs from any folder and as often as you like; each run leaves a folder runs/digits-TIME in the checkout.
+# Runs from any folder and as often as you like; each run leaves a new folder.
 # Environment variables, all optional:
 #   VENV=DIR                 the virtual environment to make or to use (default: .venv in the checkout)
 #   QUICKSTART_VENV=active   use the active environment as it is; nothing is made or installed
+#   QUICKSTART_OUT=DIR       where this run's files go (default: runs/digits-TIME in the checkout)
 #   PYTHON=COMMAND           the Python to make it with (default: the first of python3.11, python3.12, python3 that fits)
 #   TORCH_INDEX_URL=URL      where torch is looked for besides the usual index (default: torch's own index of CPU builds,
 #                            a tenth in size of the usual ones; empty: the usual index only)
@@ -71,9 +72,10 @@ INSTALLED=$((SECONDS - STARTED))
 # ---- model, prompts, training ------------------------------------------------------------------------------
 
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0 PYTHONUNBUFFERED=1
-OUT="$ROOT/runs/digits-$(date +%Y%m%d-%H%M%S)"
+OUT="${QUICKSTART_OUT:-$ROOT/runs/digits-$(date +%Y%m%d-%H%M%S)}"
 [[ -e "$OUT" ]] && OUT="$OUT-$$"
 mkdir -p "$OUT"
+OUT="$(cd "$OUT" && pwd)"
 cd "$OUT" # whatever veRL and Hydra write besides goes here
 
 say "model and prompts"

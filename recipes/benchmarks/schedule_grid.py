@@ -10,6 +10,7 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -44,8 +45,9 @@ def grid(quick: bool) -> list[dict]:
     """Every cell of the grid, every policy and ratio at the planner's choice, and the two baselines."""
     rows = []
     beds = testbeds()
-    for model, bed in itertools.product(MODELS, BEDS):
-        for steps, share in itertools.product((30,) if quick else (20, 30, 40), (0.4, 0.6)):
+    for steps, share in itertools.product((30,) if quick else (30, 20, 40), (0.4, 0.6)):
+        for model, bed in itertools.product(MODELS, BEDS):
+            print(f"{model} {bed} {steps} steps, {share:g} trained", file=sys.stderr, flush=True)
             case, where = case_of(model).resized(steps, share), beds[bed]
             cell = {"workload": model, "testbed": bed, "denoise_steps": steps, "trained_fraction": share}
             plain = plan_colocated(case, where).simulation.makespan_s

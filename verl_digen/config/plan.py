@@ -288,7 +288,7 @@ def transformer_size(path: str) -> tuple[int, int]:
                 size += entry["data_offsets"][1] - entry["data_offsets"][0]
     if not parameters:
         raise ValueError(
-            f"actor_rollout_ref.model.path={path}: no safetensors weights in {folder}; weights in other formats are not "
-            "loaded"
+            f"actor_rollout_ref.model.path={path}: no safetensors weights in {folder}; weights in other formats are "
+            "not loaded"
         )
     return parameters, size

@@ -127,9 +127,9 @@ class DiffusersFSDPEngine(FSDPEngine):
         own = {name: p for name, p in module.named_parameters() if "lora_" in name}
         if set(tensors) != set(own):
             raise ValueError(
-                f"actor_rollout_ref.model.lora_adapter_path={path}: {len(set(tensors) & set(own))} of {len(own)} adapter "
-                f"tensors found by name, {len(set(tensors) - set(own))} unknown; rank and target_modules must be those "
-                "the adapter was trained with"
+                f"actor_rollout_ref.model.lora_adapter_path={path}: {len(set(tensors) & set(own))} of {len(own)} "
+                f"adapter tensors found by name, {len(set(tensors) - set(own))} unknown; rank and target_modules "
+                "must be those the adapter was trained with"
             )
         with torch.no_grad():
             for name, parameter in own.items():

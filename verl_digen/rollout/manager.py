@@ -259,8 +259,8 @@ class DiffusionRolloutManager:
         if fragment.attempt >= self.digen.failure.max_retries or (gone and self.pool.restart is None):
             self._done.put(
                 RolloutError(
-                    f"fragment {fragment.fragment_id} with samples {names}{' ...' if len(fragment.samples) > 4 else ''} "
-                    f"failed {len(attempt.failures)} times (trainer.v1.digen.failure.max_retries="
+                    f"fragment {fragment.fragment_id} with samples {names}{' ...' if len(fragment.samples) > 4 else ''}"
+                    f" failed {len(attempt.failures)} times (trainer.v1.digen.failure.max_retries="
                     f"{self.digen.failure.max_retries}): {'; '.join(attempt.failures)}"
                 )
             )

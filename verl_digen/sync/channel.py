@@ -35,8 +35,8 @@ class DigenCheckpointEngine(CheckpointEngine):
     def __init__(self, bucket_size: int, is_master: bool = False, timeout_s: float = 900.0) -> None:
         if bucket_size < _ALIGN:
             raise ValueError(
-                f"actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes gives {bucket_size} bytes; "
-                "it must be at least 1"
+                f"actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes gives {bucket_size} "
+                "bytes; it must be at least 1"
             )
         self.bucket_size = bucket_size
         self.is_master = is_master

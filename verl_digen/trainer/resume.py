@@ -56,7 +56,7 @@ def check_run_state(saved: dict[str, Any], current: dict[str, Any], folder: Path
 
 
 def save_trainer(trainer) -> None:
-    """Write ``global_step_N`` and point the tracker at it; drop checkpoints beyond ``trainer.max_actor_ckpt_to_keep``."""
+    """Write ``global_step_N``, point the tracker at it, keep ``trainer.max_actor_ckpt_to_keep`` checkpoints."""
     config = trainer.config.trainer
     root = Path(config.default_local_dir)
     final = root / f"global_step_{trainer.global_steps}"

@@ -101,7 +101,7 @@ class DigenTrainer(PPOTrainer):
         if self.total_training_steps > self.steps_per_epoch * self.config.trainer.total_epochs:
             raise ValueError(
                 f"trainer.total_training_steps={self.total_training_steps} needs more than trainer.total_epochs="
-                f"{self.config.trainer.total_epochs} epochs of {self.steps_per_epoch} steps; raise trainer.total_epochs to "
+                f"{self.config.trainer.total_epochs} epochs of {self.steps_per_epoch} steps; raise it to "
                 f"{-(-self.total_training_steps // self.steps_per_epoch)}"
             )
         updates = self.total_training_steps * self.plan.logical_batches * self.plan.epochs
@@ -146,7 +146,8 @@ class DigenTrainer(PPOTrainer):
         table.add_row(
             "sampling",
             f"{sampling['num_steps']} steps, {self.plan.digen.sampling.kind} eta {self.plan.digen.sampling.eta:g}, "
-            f"{sampling['height']}x{sampling['width']}x{sampling['num_frames']}, guidance {sampling['guidance_scale']:g}",
+            f"{sampling['height']}x{sampling['width']}x{sampling['num_frames']}, "
+            f"guidance {sampling['guidance_scale']:g}",
         )
         for what, value in self.plan.rows():
             table.add_row(what, value)
