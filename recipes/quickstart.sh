@@ -79,7 +79,7 @@ OUT="$(cd "$OUT" && pwd)"
 cd "$OUT" # whatever veRL and Hydra write besides goes here
 
 say "model and prompts"
-verl-digen prepare digits --out "$OUT/data"
+verl-digen prepare digits --out "$OUT/data" >"$OUT/prepare.log"
 
 say "training digits (starting takes up to a minute; output: $OUT/train.log)"
 export VERL_FILE_LOGGER_PATH="$OUT/metrics.jsonl"

@@ -161,7 +161,7 @@ def test_command_prints_a_table_or_json(tmp_path, monkeypatch, capsys, as_json):
 def test_kinds_of_processes():
     assert kind_of("ray::DiffusionActorWorker.accumulate") == "trainer_worker"
     assert kind_of("ray::DiffusionRolloutWorker") == "replica"
-    assert kind_of("ray::IDLE") == "ray_idle"
+    assert kind_of("ray::IDLE") == "ray_idle" and kind_of("ray::DashboardAgent") == "ray_system"
     assert kind_of("python -m verl.trainer.main_ppo --config-name digits") == "driver"
     assert kind_of("/lib/python/site-packages/ray/core/src/ray/raylet/raylet --x") == "ray_system"
 

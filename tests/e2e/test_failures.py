@@ -50,7 +50,7 @@ def disturb(pid: int, sent: signal.Signals, ready, seconds: float = 60.0) -> thr
     return thread
 
 
-@pytest.mark.parametrize("victim", ["replica", "reward worker", "replica while streaming", "replica that hangs"])
+@pytest.mark.parametrize("victim", ["replica", "reward worker", "replica while streaming", "replica that hangs", "replica at publish"])
 def test_a_process_that_dies_or_hangs_changes_nothing(launch, undisturbed, victim):
     options = [*FLOAT64, *KEEP, *disaggregated(2), FRAGMENTS]
     if not undisturbed:
@@ -67,9 +67,14 @@ def test_a_process_that_dies_or_hangs_changes_nothing(launch, undisturbed, victi
     else:
         pid = ray.get(run.trainer.replicas[1].workers[0].ping.remote())["pid"]
     sent = signal.SIGSTOP if victim.endswith("hangs") else signal.SIGKILL
-    thread = disturb(pid, sent, lambda: run.manager.in_flight > 0)
-    run.fit()
-    thread.join()
+    if victim.endswith("publish"):
+        publish = run.trainer.on_step_end
+        run.trainer.on_step_end = lambda: (run.trainer.global_steps == 1 and os.kill(pid, sent), publish())
+        run.fit()
+    else:
+        thread = disturb(pid, sent, lambda: run.manager.in_flight > 0)
+        run.fit()
+        thread.join()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert relative_difference(undisturbed["weights"], run.weights()) <= 1e-9

@@ -66,16 +66,22 @@ def references():
     return {}
 
 
+def noise_of(run) -> dict:
+    """Hash of the initial noise of the last step's samples."""
+    return {(s.uid, s.j): s.noise_hash for s in run.trainer.outcome.samples}
+
+
 @pytest.mark.parametrize(("family", "mode"), COMBINATIONS)
 def test_weights_after_three_steps(launch, references, family, mode):
     if family not in references:
         run = launch(*FLOAT64, *KEEP, *FAMILIES[family], name="reference").fit()
-        references[family] = (run.weights(), [s["reward/mean"] for s in run.steps()])
+        references[family] = (run.weights(), [s["reward/mean"] for s in run.steps()], noise_of(run))
         run.close()
-    reference, rewards = references[family]
+    reference, rewards, noise = references[family]
     run = launch(*FLOAT64, *KEEP, *FAMILIES[family], *MODES[mode]).fit()
     difference = relative_difference(reference, run.weights())
     assert difference <= TOLERANCE, f"{family}, {mode}: relative difference {difference:.2e}"
+    assert noise_of(run) == noise  # I1: a sample is the same sample wherever it was generated
     assert [s["reward/mean"] for s in run.steps()] == pytest.approx(rewards, rel=1e-9)
     for step in run.steps():
         assert step["staleness/max"] == 0

@@ -333,25 +333,20 @@ def test_trace_and_picture(tmp_path):
     draw_timeline([("gap", trace)], tmp_path / "picture.png")
     draw_timeline([("gap", trace)], tmp_path / "picture.svg")
     assert (tmp_path / "picture.png").stat().st_size > 2000
-    assert "simulated" in (tmp_path / "picture.svg").read_text() or (tmp_path / "picture.svg").stat().st_size > 2000
-    with pytest.raises(ValueError, match="nothing|no traces"):
+    assert (tmp_path / "picture.svg").read_text().count("<path") > 20
+    with pytest.raises(ValueError, match="no traces"):
         draw_timeline([], tmp_path / "none.png")
     with pytest.raises(ValueError, match="ends at 1.0 before it starts at 2.0"):
         trace.work("r0", "generate", 2.0, 1.0)
 
 
-def test_bubbles_and_work_fill_the_time_of_every_device():
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_bubbles_and_work_fill_the_time_of_every_device(ratio):
     """Without switches and blocking, each device-second is work or a bubble with a cause."""
     work = Workload(name="w", groups=4, samples_per_group=3, denoise_steps=7, trained_transitions=4)
     profile = Profile(denoise_s=1.0, train_cell_s=2.0, score_s=1.0, commit_s=1.0, publish_s=2.0)
-    for policy, ratio in (("none", 0.0), ("none", 0.5), ("steps", 0.0)):
-        pools = pools_of([1.0, 1.0, 0.5], 3)
-        schedule = Schedule(fragment_size=3, tsp=True, max_cells=4, policy=policy, max_stale_ratio=ratio)
-        run = simulate(work, pools, profile, schedule, steps=4, trace=True)
-        total = pools.devices * sum(run.step_s)
-        helping = sum(s.end_s - s.start_s for s in run.trace.spans if s.name == "help") * pools.trainer.devices
-        busy = run.utilisation * total
-        open_end = 4 * run.bubbles_s.get("trainer: wait for publish", 0.0)
-        covered = busy + 4 * sum(run.bubbles_s.values())
-        assert total - covered <= helping + open_end + pools.devices * profile.publish_s + 1e-6
-        assert covered <= total + 1e-6
+    pools = pools_of([1.0, 1.0, 0.5], 3)
+    schedule = Schedule(fragment_size=3, tsp=True, max_cells=4, max_stale_ratio=ratio)
+    run = simulate(work, pools, profile, schedule, steps=4, trace=True)
+    total = pools.devices * sum(run.step_s) / 4
+    assert run.utilisation * total + sum(run.bubbles_s.values()) == pytest.approx(total)

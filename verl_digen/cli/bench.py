@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_MODES = "floor,colocated,disaggregated"
+MUCH_DRIFT = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,18 +113,21 @@ def show(found: dict[str, Any]) -> None:
             f"{sum(row['memory_mb'].values()):.0f}",
         )
     memory = Table(title="resident memory by kind of process, MiB (number of processes)", title_justify="left")
-    kinds = sorted({kind for row in found["rows"] for kind in row["memory_mb"]})
-    memory.add_column("mode")
-    for kind in kinds:
-        memory.add_column(kind, justify="right")
+    memory.add_column("kind")
     for row in found["rows"]:
-        cells = [(row["memory_mb"].get(kind), row["processes"].get(kind)) for kind in kinds]
-        memory.add_row(row["mode"], *("-" if size is None else f"{size:.0f} ({count})" for size, count in cells))
+        memory.add_column(row["mode"], justify="right")
+    for kind in sorted({kind for row in found["rows"] for kind in row["memory_mb"]}):
+        cells = [(row["memory_mb"].get(kind), row["processes"].get(kind)) for row in found["rows"]]
+        memory.add_row(kind, *("-" if size is None else f"{size:.0f} ({count})" for size, count in cells))
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
     console.print(table, memory)
     if found["floor_step_s"]:
         steps = ", ".join(f"{seconds:.3f}" for seconds in found["floor_step_s"])
         console.print(f"floor, in the order measured: {steps} s per step; drift {found['floor_drift']:.1%}")
+        if found["floor_drift"] > MUCH_DRIFT:
+            console.print("[bold red]the machine was not quiet: do not rely on these ratios[/bold red]")
     console.print(f"logs: {found['out']}", soft_wrap=True)
 
 

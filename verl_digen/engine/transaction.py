@@ -159,7 +159,7 @@ class Transaction:
             total_cells: cells accumulated on all ranks; every rank passes the same number.
 
         Returns:
-            Metrics of the logical batch over all ranks.
+            Metrics of the logical batch over all ranks, with the learning rate of this step.
 
         Raises:
             TransactionError: cells are missing.
@@ -169,13 +169,14 @@ class Transaction:
             raise TransactionError(
                 f"{total_cells} of {self.planned_cells} planned cells were accumulated; commit refused"
             )
+        learning_rate = self.engine.optimizer.param_groups[0]["lr"]
         try:
             grad_norm = self.engine.optimizer_step()
         except FloatingPointError:
             self.abort()
             raise
         self.engine.optimizer.zero_grad(set_to_none=True)
-        learning_rate = self.engine.lr_scheduler_step()
+        self.engine.lr_scheduler_step()
         if self.engine.ema is not None:
             self.engine.ema.update()
         return self._summary() | {"grad_norm": grad_norm, "lr": learning_rate}

@@ -19,7 +19,6 @@ from verl_digen.schedule.simulate import Simulation, simulate
 from verl_digen.schedule.tsp import cells_that_fit
 from verl_digen.schedule.work import Pools, Replica, Schedule, TrainerPool
 
-
 TRIAL_SAMPLES = 2048
 """Samples after which the trial of a candidate ends early (it has at least three steps)."""
 

@@ -52,6 +52,7 @@ class Run(HelperLoop):
     def trainer_free(self) -> None:
         """Choose what comes next: a ready fragment, the commit, or the decision about a bubble."""
         if self.step >= self.steps:
+            self.leave_helping(self.idle_trainer)
             return
         if self._left == 0:
             self._left = self._batch_size()
@@ -133,6 +134,11 @@ class Run(HelperLoop):
         self.publishing = False
         self.step_ends.append(self.now)
         self.finished = len(self.step_ends) == self.steps
+        if self.finished:
+            for replica in self.idle:
+                self.close_bubble(replica)
+            self.occupy()
+            return
         self.restart_orphans()
         self.wake()
         if self._free:

@@ -302,10 +302,14 @@ class DigenTrainer(PPOTrainer):
 
     def _restart_replica(self, replica: DiffusersReplica) -> None:
         """Called by the rollout manager when a replica died or hangs: a new process with the current weights."""
+        self._respawn(replica)
+        self.checkpoint_manager.republish()
+
+    def _respawn(self, replica: DiffusersReplica) -> None:
+        """A new process for a replica; it holds no published weights yet."""
         logger.warning("restarting %s", replica.name)
         replica.respawn(self.rollout_class, self.config.trainer.device)
         self._wait([replica.workers[0].init_model.remote(replica.name)], f"loading the model in {replica.name}")
-        self.checkpoint_manager.republish()
 
     # ---- the loop's hooks ----------------------------------------------------------------------------------
 
@@ -355,7 +359,30 @@ class DigenTrainer(PPOTrainer):
             self.checkpoint_manager.update_weights(self.global_steps)
 
     def _publish(self) -> None:
-        self._sync_metrics = self.checkpoint_manager.update_weights(self.global_steps)
+        """Publish the current weights; replicas that died meanwhile are replaced, a bounded number of times."""
+        for attempt in range(self.plan.digen.failure.max_retries + 1):
+            try:
+                self._sync_metrics = self.checkpoint_manager.update_weights(self.global_steps)
+                return
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                dead = self._dead_replicas() if self.disaggregated else []
+                if not dead or attempt == self.plan.digen.failure.max_retries:
+                    raise
+                logger.warning("publishing version %d failed: %s", self.global_steps, error)
+                for replica in dead:
+                    self._respawn(replica)
+
+    def _dead_replicas(self) -> list[DiffusersReplica]:
+        """Replicas that do not answer."""
+        waiting = {replica.workers[0].ping.remote(): replica for replica in self.replicas}
+        ready, late = ray.wait(list(waiting), num_returns=len(waiting), timeout=60.0)
+        dead = [waiting[ref] for ref in late]
+        for ref in ready:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayActorError:
+                dead.append(waiting[ref])
+        return dead
 
     def _groups_of_step(self, step: int) -> list[PromptGroup]:
         epoch, places = batch_indices(

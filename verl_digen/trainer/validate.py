@@ -57,7 +57,8 @@ class Validator:
             self._write_grid(results, shown)
         if dump_dir:
             dump_samples(trainer, results, dump_dir)
-        self.manager.pixels.clear()
+        for sample in everything:  # pixels of the training step are still to be dumped
+            self.manager.pixels.pop(sample, None)
         return self._metrics(results)
 
     def _metrics(self, results: list[GroupResult]) -> dict[str, float]:
