@@ -65,6 +65,7 @@ def start_process(digits_dir: Path, folder: Path) -> subprocess.Popen:
                 HORIZON,
             ],
             env=environment,
+            cwd=folder,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

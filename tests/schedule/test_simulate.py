@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from verl_digen.schedule.catalog import read_case, read_testbed
@@ -94,6 +94,8 @@ def random_setting(seed):
     return work, pools, profile, schedule, rough, draw.randint(1, 4)
 
 
+@example(seed=8)  # stale work held by the helper at a commit must not go on with the next version
+@example(seed=141)  # the last holder of a version fails: its groups must start over
 @given(seed=st.integers(0, 10**9))
 @settings(max_examples=120, deadline=None)
 def test_any_setting_trains_everything_once_within_the_staleness_bound_and_above_the_lower_bound(seed):

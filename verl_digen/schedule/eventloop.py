@@ -197,7 +197,7 @@ class GeneratorLoop:
     # -- failures ------------------------------------------------------------------------------------------
 
     def fail(self, replica: int, down_s: float) -> None:
-        """A replica loses what it is doing; its samples go back, or their group restarts when its version is old."""
+        """A replica loses what it is doing; its samples go back, and groups nobody can finish start over."""
         if not self.alive[replica]:
             return
         self.close_bubble(replica)
@@ -211,17 +211,9 @@ class GeneratorLoop:
         self.at(self.now + down_s, self.recover, replica, down_s)
         for claim in running[1] if running else ():
             self.discarded += 1
-            if claim.version < self.ledger.published:
-                self.restart_group(claim)
-            else:
-                self.queue.give_back(claim, 0)
+            self.queue.give_back(claim, 0)
         self.restart_orphans()
         self.wake()
-
-    def restart_group(self, claim: Claim) -> None:
-        """Generate a group anew as a whole, unless an earlier loss of the same attempt has done so."""
-        if self.assembler.failed(claim.uid, claim.attempt, "its replica failed after its version was replaced"):
-            self.assembler.restart(claim.uid, self.queue.restart(claim.uid))
 
     def recover(self, replica: int, down_s: float) -> None:
         self.alive[replica] = True

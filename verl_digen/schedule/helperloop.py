@@ -205,6 +205,7 @@ class HelperLoop(GeneratorLoop):
         profile, factor, steps = self.profile, self._factor, self.workload.denoise_steps
         claims = self._block[: self.pools.trainer.ranks]
         del self._block[: len(claims)]
+        assert all(claim.version == self.ledger.published for claim in claims), "the helper holds another version (I4)"
         speed, since = self.pools.trainer.speed, start
         if any(claim.steps_done == 0 for claim in claims):
             start += profile.encode_s / speed
