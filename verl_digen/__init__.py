@@ -4,6 +4,8 @@ Importing this package imports neither torch, ray nor verl; ``verl_digen.plugin`
 registers everything with veRL.
 """
 
+# The hooks must exist before any module of this package imports what they watch.
+from verl_digen import plugin  # noqa: F401
 from verl_digen.version import __version__
 
 __all__ = ["__version__"]

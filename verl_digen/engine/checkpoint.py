@@ -43,7 +43,7 @@ def _optimizer_tensors(engine) -> tuple[dict[str, torch.Tensor], dict[str, float
         for key, value in engine.optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 tensors[f"optim.{key}.{name}"] = value
-            else:
+            elif value is not None:
                 scalars[f"{key}.{name}"] = float(value)
     return tensors, scalars
 
@@ -73,6 +73,7 @@ def save_engine(engine, path: str) -> None:
             "ranks": dist.get_world_size(),
             "dtype": str(engine.master_dtype),
             "lora": engine.lora_bound,
+            "optimizer_tensors": sorted(optimizer),
             "optimizer_scalars": scalars,
             "param_groups": groups,
             "lr_scheduler": engine.lr_scheduler.state_dict(),
@@ -132,8 +133,14 @@ def load_engine(engine, path: str) -> None:
             "change trainer.v1.digen.arithmetic, actor_rollout_ref.model.lora_rank or trainer.v1.digen.ema.enable, "
             "or start with trainer.resume_mode=disable"
         )
-    _materialise_optimizer_state(engine, state["optimizer_scalars"])
+    if state["optimizer_tensors"] or state["optimizer_scalars"]:
+        _materialise_optimizer_state(engine, state["optimizer_scalars"])
     optimizer, _ = _optimizer_tensors(engine)
+    if sorted(optimizer) != state["optimizer_tensors"]:
+        raise ValueError(
+            f"checkpoint {folder} holds {len(state['optimizer_tensors'])} optimizer tensors, this run's optimizer has "
+            f"{len(optimizer)}; actor_rollout_ref.actor.optim.optimizer must be that of the checkpoint"
+        )
     dcp.load(
         _model_tensors(engine) | optimizer,
         storage_reader=dcp.HuggingFaceStorageReader(str(folder / "weights")),
@@ -151,8 +158,6 @@ def _materialise_optimizer_state(engine, scalars: dict[str, float]) -> None:
 
     A step with zero gradients and a learning rate of 0 makes the optimizer itself create them; weights keep their bits.
     """
-    if not scalars:
-        return
     kept = [(group["lr"], group.get("weight_decay")) for group in engine.optimizer.param_groups]
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.0
