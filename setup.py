@@ -46,6 +46,7 @@ setup(
         "pandas",
         "pyarrow>=19.0.0",
         "pillow",
+        "psutil",
         "scikit-learn",
         "matplotlib",
         "rich",

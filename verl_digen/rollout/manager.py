@@ -195,7 +195,8 @@ class DiffusionRolloutManager:
         )
 
     def take_reports(self) -> tuple[list[FragmentReport], float]:
-        """Reports of the fragments since the last call, and seconds that reward workers were busy."""
+        """Reports of the fragments since the last call, and seconds that reward workers
+        were busy with training samples."""
         reports, self._reports = self._reports, []
         seconds, self._reward_seconds = self._reward_seconds, 0.0
         return reports, seconds
@@ -315,7 +316,8 @@ class DiffusionRolloutManager:
                     return
                 if gone and self.reward_workers[index] is worker:
                     self.reward_workers[index] = await self._loop.run_in_executor(None, self.pool.reward_restart, index)
-        self._reward_seconds += time.time() - started
+        if not attempt.fragment.validate:
+            self._reward_seconds += time.time() - started
         await self._keep(report, pixels_ref)
         self._assemble(attempt.fragment, report, scores)
 

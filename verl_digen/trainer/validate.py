@@ -52,7 +52,6 @@ class Validator:
         deadline = 2 * (failure.max_retries + 1) * (failure.generate_timeout_s + failure.reward_timeout_s)
         results = [self.manager.next_group(deadline) for _ in groups]
         results.sort(key=lambda r: r.group.uid)
-        self.manager.take_reports()
         if shown:
             self._write_grid(results, shown)
         if dump_dir:
