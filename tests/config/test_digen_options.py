@@ -1,4 +1,4 @@
-"""``trainer.v1.digen``: the yaml and the dataclasses say the same, and what cannot be meant is refused by name (I10)."""
+"""``trainer.v1.digen``: yaml and dataclasses say the same, and what cannot be meant is refused by name (I10)."""
 
 from __future__ import annotations
 

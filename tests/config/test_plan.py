@@ -1,4 +1,4 @@
-"""The plan: sizes that follow from a composed configuration, and every disagreement with its numbers and option (I10)."""
+"""The plan: sizes that follow from a configuration, and every disagreement with its numbers and option (I10)."""
 
 from __future__ import annotations
 
@@ -77,11 +77,13 @@ def test_sizes(plan, overrides, expected):
 
 def test_rows_tell_the_plan(plan):
     def text(*overrides):
-        return {what: value for what, value in plan(*overrides).rows()}
+        return dict(plan(*overrides).rows())
 
     rows = text(*DISAGGREGATED, f"{D}.preset=digen", f"{D}.tsp.max_cells=64", f"{D}.accelerator_type.rollout=L4")
     assert rows["mode"] == "disaggregated + GAP + TSP" and rows["Generator pool"] == "1 replicas of L4"
-    assert rows["tile"] == "samples x transitions, at most 64 cells" and "ratio exactly 1" in rows["anchor of the ratio"]
+    assert (
+        rows["tile"] == "samples x transitions, at most 64 cells" and "ratio exactly 1" in rows["anchor of the ratio"]
+    )
     assert "rollout log-probs" in text("actor_rollout_ref.actor.ppo_epochs=2")["anchor of the ratio"]
     assert text("actor_rollout_ref.model.lora_rank=4")["fine-tuning"] == "LoRA rank 4"
     assert "falls back to one-shot" in text(f"{D}.gap.enable=true", f"{D}.algorithm.norm=global")["note"]
@@ -214,6 +216,7 @@ def test_veRLs_command_finds_our_groups(digits_dir):
 
 def test_the_plan_imports_no_ray():
     """The plan is made before anything is started; importing it must stay cheap."""
-    code = "import sys, json, verl_digen.config.plan; print(json.dumps([m in sys.modules for m in ('ray', 'torch', 'verl')]))"
+    look = "print(json.dumps([m in sys.modules for m in ('ray', 'torch', 'verl')]))"
+    code = f"import sys, json, verl_digen.config.plan; {look}"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(out.stdout.splitlines()[-1]) == [False, False, False]

@@ -73,7 +73,6 @@ def test_folders_that_are_named_exist(page):
 def option_names() -> set[str]:
     """Every option under ``trainer.v1.digen`` and every section, as dotted names."""
     from tests.docs.test_reference_on_cpu import reference
-
     from verl_digen.config.digen import DigenConfig
 
     names = {name for name, _ in reference().leaves(DigenConfig)}

@@ -50,7 +50,9 @@ def disturb(pid: int, sent: signal.Signals, ready, seconds: float = 60.0) -> thr
     return thread
 
 
-@pytest.mark.parametrize("victim", ["replica", "reward worker", "replica while streaming", "replica that hangs", "replica at publish"])
+@pytest.mark.parametrize(
+    "victim", ["replica", "reward worker", "replica while streaming", "replica that hangs", "replica at publish"]
+)
 def test_a_process_that_dies_or_hangs_changes_nothing(launch, undisturbed, victim):
     options = [*FLOAT64, *KEEP, *disaggregated(2), FRAGMENTS]
     if not undisturbed:

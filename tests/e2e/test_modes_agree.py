@@ -85,6 +85,6 @@ def test_weights_after_three_steps(launch, references, family, mode):
     assert [s["reward/mean"] for s in run.steps()] == pytest.approx(rewards, rel=1e-9)
     for step in run.steps():
         assert step["staleness/max"] == 0
-        assert step["actor/log_prob_gap_max"] <= 1e-9
-        if run.trainer.plan.on_policy:
+        if run.trainer.plan.on_policy:  # the second of two logical batches meets weights that have moved
+            assert step["actor/log_prob_gap_max"] <= 1e-9
             assert step["actor/ratio_max_dev"] == 0.0

@@ -129,9 +129,7 @@ def test_the_lora_file_starts_another_run(tmp_path, rows):
     again = build_engine(Options(model={"lora_rank": 2, "lora_adapter_path": str(tmp_path)}))
     assert tensors_checksum(again.named_trainable()) == tensors_checksum(engine.named_trainable())
     with pytest.raises(ValueError, match="lora_adapter_path"):
-        build_engine(
-            Options(model={"lora_rank": 2, "target_modules": ["to_q"], "lora_adapter_path": str(tmp_path)})
-        )
+        build_engine(Options(model={"lora_rank": 2, "target_modules": ["to_q"], "lora_adapter_path": str(tmp_path)}))
     with pytest.raises(ValueError, match="does not exist"):
         build_engine(Options(model={"lora_rank": 2, "lora_adapter_path": str(tmp_path / "nowhere")}))
 

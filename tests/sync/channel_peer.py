@@ -32,7 +32,7 @@ def main(host: str, port: str, rank: str, world: str, *versions: str) -> None:
         except ValueError as error:
             out["error"] = str(error)
             break
-    print(json.dumps(out))
+    sys.stdout.write(json.dumps(out) + "\n")
 
 
 if __name__ == "__main__":

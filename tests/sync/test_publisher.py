@@ -81,7 +81,9 @@ def publisher(monkeypatch):
 
 def test_changed_tells_whether_the_checksum_moved(publisher):
     first = publisher.update_weights(0)
-    assert first["sync/changed"] == 1 and first["sync/bytes"] == 8 and (publisher.version, publisher.checksum) == (0, 11)
+    assert (
+        first["sync/changed"] == 1 and first["sync/bytes"] == 8 and (publisher.version, publisher.checksum) == (0, 11)
+    )
     assert publisher.update_weights(1)["sync/changed"] == 0
     publisher.test.state.checksum = 12
     assert publisher.update_weights(2)["sync/changed"] == 1 and (publisher.version, publisher.checksum) == (2, 12)

@@ -176,10 +176,11 @@ class DiffusionRolloutManager:
         """Stop pulling and end the thread; fragments in flight are left to their replicas."""
 
         async def cancel() -> None:
-            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            # again and again: a cancellation that meets a result in asyncio.wait_for is lost
+            while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks, timeout=0.5)
 
         asyncio.run_coroutine_threadsafe(cancel(), self._loop).result(timeout=30)
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -49,8 +49,8 @@ class Search:
     gap: bool = True
     generator: int | None = None
     splits: int = 32
-    shortlist: int = 16
-    trial_steps: int = 8
+    shortlist: int = 32
+    trial_steps: int = 12
     final_steps: int = 12
     recompute_old_log_probs: bool = False
 
@@ -226,7 +226,8 @@ def estimate(case: Case, pools: Pools, profile: Profile, schedule: Schedule) -> 
         helper_one = work.denoise_steps * profile.helper_step_s + profile.decode_s
         helper = pools.trainer.ranks * pools.trainer.speed / helper_one
     stale = math.floor(schedule.max_stale_ratio * work.groups + 1e-9) / work.groups
-    steady = max(training, (work.samples + helper * training) / (rate + helper))
+    lumps = 0.5 * slowest * fragment / work.samples
+    steady = max(training, (work.samples + helper * training) / (rate + helper) + lumps)
     tail = profile.score_s + one + profile.commit_s + profile.publish_s
     first = max(fragment / (rate + helper), min(slowest, batch_s))
     wave = 0.5 * slowest * (1.0 - stale)
@@ -268,22 +269,29 @@ def plan(case: Case, testbed: Testbed, search: Search | None = None) -> Plan:
 
 
 def _shortlist(case: Case, bare: list[Candidate], policy: str, ratio: float, most: int) -> list[Candidate]:
-    """The best candidates by estimate, at most two schedules of one placement so that placements differ."""
-    ranked = []
-    for candidate in bare:
-        schedule = replace(candidate.schedule, policy=policy, max_stale_ratio=ratio)
-        guess = estimate(case, candidate.pools, candidate.profile, schedule)
-        ranked.append((guess, len(ranked), candidate, schedule))
-    ranked.sort(key=lambda entry: entry[:2])
-    seen: dict[tuple, int] = {}
-    chosen = []
-    for guess, _, candidate, schedule in ranked:
-        place = (candidate.generator, candidate.width, schedule.rollout_batch)
-        seen[place] = seen.get(place, 0) + 1
-        if seen[place] <= 2:
-            chosen.append(replace(candidate, schedule=schedule, estimate_s=guess))
-            if len(chosen) == most:
+    """The best candidates by estimate, at most three ways to cut and merge per placement so that they differ.
+
+    A helper makes the formula optimistic about unbalanced splits, so half of the list is what would be best
+    without one.
+    """
+    chosen: list[Candidate] = []
+    for judged, quota in ((policy, most - most // 2), ("none", most)):
+        ranked = []
+        for candidate in bare:
+            schedule = replace(candidate.schedule, policy=judged, max_stale_ratio=ratio)
+            ranked.append((estimate(case, candidate.pools, candidate.profile, schedule), len(ranked), candidate))
+        ranked.sort(key=lambda entry: entry[:2])
+        seen: dict[tuple, set[tuple]] = {}
+        for guess, _, candidate in ranked:
+            if len(chosen) >= quota:
                 break
+            place = (candidate.generator, candidate.trainer_group, candidate.width, candidate.schedule.rollout_batch)
+            sizes = seen.setdefault(place, set())
+            size = (candidate.schedule.fragment_size, candidate.schedule.merge)
+            if size not in sizes and len(sizes) < 3:
+                sizes.add(size)
+                schedule = replace(candidate.schedule, policy=policy, max_stale_ratio=ratio)
+                chosen.append(replace(candidate, schedule=schedule, estimate_s=guess))
     return chosen
 
 
@@ -300,11 +308,11 @@ def _best(
     for order, candidate in enumerate(candidates):
         key = (candidate.generator, candidate.trainer_group, candidate.width, candidate.schedule)
         floor = lower_bound(case.workload, candidate.pools, candidate.profile, candidate.schedule).seconds
-        if key in tried or (trials and floor >= min(trials)[0]):
+        if key in tried or (trials and floor >= 1.05 * min(trials)[0]):
             continue
         tried.add(key)
         result = _play(case, candidate, trial)
-        trials.append((result.makespan_s, order, candidate))
+        trials.append((_steady(result), order, candidate))
     trials.sort(key=lambda entry: entry[:2])
     finals = [
         (order, Choice(candidate, _play(case, candidate, search.final_steps))) for _, order, candidate in trials[:4]
@@ -350,6 +358,12 @@ def plan_colocated(case: Case, testbed: Testbed, search: Search | None = None) -
             f"replica widths {search.widths}, {smallest:.1f} GiB usable per device"
         )
     return min(found, key=lambda choice: choice.simulation.makespan_s)
+
+
+def _steady(result: Simulation) -> float:
+    """Mean step without the first quarter: a short trial would otherwise be judged by its start-up."""
+    later = result.step_s[len(result.step_s) // 4 :]
+    return sum(later) / len(later)
 
 
 def _play(case: Case, candidate: Candidate, steps: int) -> Simulation:
