@@ -1,4 +1,4 @@
-"""One optimizer step: any cut into fragments and tiles gives the full-batch gradient; abort leaves no trace (I3, I6)."""
+"""One optimizer step: any cut into fragments and tiles gives the full-batch gradient; abort leaves no trace (I3)."""
 
 from __future__ import annotations
 
