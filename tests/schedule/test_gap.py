@@ -91,6 +91,19 @@ def test_a_restarted_group_takes_a_new_version_as_a_whole_and_old_claims_are_voi
     assert [(c.version, c.attempt, c.steps_done) for c in fresh] == [(1, 1, 0)] * 3
 
 
+def test_available_counts_what_a_claim_would_give():
+    """Groups another version has begun block the step ahead, for `claim` as well as for `available`."""
+    queue = queue_of(2, 3, ratio=1.0)
+    queue.add_step(1, [10, 11], 3)
+    assert queue.available(0) == 12 and queue.available(0, ahead=False) == 6
+    queue.claim(0, 6)
+    queue.claim(0, 1)  # one sample of group 10, stale
+    assert queue.available(0) == 5  # the rest of group 10 and group 11
+    assert queue.available(1) == len(queue.claim(1, 99, ahead=False)) == 3  # group 11 is still free
+    assert queue.claim(0, 99, ahead=False) == []
+    assert queue.available(0) == len(queue.claim(0, 99)) == 2
+
+
 def test_orphans_are_the_begun_groups_nobody_can_finish():
     queue = queue_of(2, 2)
     queue.claim(0, 1)

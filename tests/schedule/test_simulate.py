@@ -274,6 +274,16 @@ def test_policies_keep_their_order_in_the_simulator(seed):
     assert times["steps"] <= times["bts"] + 1e-6
 
 
+def test_helping_ahead_does_not_lock_groups_to_the_version_before():
+    """The helper once took six of eight groups just before a commit; replicas then had to finish them alone."""
+    work = Workload(name="w", groups=8, samples_per_group=4, denoise_steps=30, trained_transitions=12)
+    profile = Profile(denoise_s=5.0, train_cell_s=20.0, helper_denoise_s=5.5, score_s=4.0, commit_s=1.5, publish_s=1.6)
+    schedule = Schedule(fragment_size=4, tsp=True, max_cells=2, policy="steps", max_stale_ratio=1.0, rollout_batch=2)
+    for speed in (1.3, 1.7, 1.9, 2.0):
+        result = simulate(work, pools_of([speed] * 4, 24), profile, schedule, steps=60)
+        assert sum(result.step_s[30:]) / 30 < 1.15 * result.bound.seconds
+
+
 def case(name):
     return read_case(yaml.safe_load((WORKLOADS / f"{name}.yaml").read_text(encoding="utf-8")), name)
 

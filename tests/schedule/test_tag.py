@@ -183,3 +183,11 @@ def test_costs_and_state_of_a_bubble():
     assert state.partial == 2 and state.partial_steps == 4
     idle = tag.bubble_state(costs, fragment_samples=2, unclaimed_samples=6, begun=[])
     assert idle.unclaimed == 1 and min(idle.lanes) > 0  # free lanes have pulled already
+
+
+def test_stale_work_is_begun_only_when_a_round_ends_before_the_commit():
+    """A round of 6 s; the running step has fragments arriving after 4 and 10 s, each trained in 3 s: 7 s are free."""
+    costs = BubbleCosts(lanes_s=(2.0,), train_s=3.0, helper_s=6.0)
+    assert tag.may_work_ahead(costs, [4.0, 10.0])
+    assert not tag.may_work_ahead(costs, [4.0, 8.0])
+    assert not tag.may_work_ahead(costs, [])

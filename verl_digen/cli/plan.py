@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policies", default="none,greedy,bts,steps", help="TAG policies to compare")
     parser.add_argument("--stale-ratios", default="0,0.5", help="TCSS ratios to compare (default: 0,0.5)")
     parser.add_argument("--widths", default="1,2,4,8", help="devices of a replica to consider")
-    parser.add_argument("--shortlist", type=int, default=32, help="candidates simulated per policy and ratio")
+    parser.add_argument("--shortlist", type=int, default=20, help="candidates simulated per policy and ratio")
     parser.add_argument("--steps", type=int, default=12, help="simulated steps of the winners (default: 12)")
 
 

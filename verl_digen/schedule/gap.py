@@ -153,24 +153,33 @@ class ClaimQueue:
         """Samples of ``step`` nobody has claimed, partial ones included; 0 for a step that is not queued."""
         return self._left.get(step, 0)
 
-    def available(self, version: int) -> int:
-        """Samples that holders of ``version`` may claim by now: the rest of its own step and the stale allowance."""
-        own = self._left.get(version, 0)
-        ahead = self._left.get(version + 1, 0)
-        if ahead:
-            started = sum(len(g.waiting) for g in self._steps[version + 1] if g.version == version)
-            return own + min(ahead, started + self.ledger.stale_left(version + 1) * self._size)
-        return own
+    def available(self, version: int, *, ahead: bool = True) -> int:
+        """Samples that holders of ``version`` may claim by now: of its own step and, ``ahead``, the stale allowance.
 
-    def claim(self, version: int, limit: int, *, tail: bool = False, start_groups: bool = True) -> list[Claim]:
+        The step ahead opens only when nothing of the own step waits for holders of another version.
+        """
+        left = self._left.get(version, 0)
+        own = sum(len(g.waiting) for g in self._steps.get(version, ()) if g.version in (-1, version))
+        later = self._left.get(version + 1, 0)
+        if not (ahead and later and own == left):
+            return own
+        started = sum(len(g.waiting) for g in self._steps[version + 1] if g.version == version)
+        return own + min(later, started + self.ledger.stale_left(version + 1) * self._size)
+
+    def claim(
+        self, version: int, limit: int, *, tail: bool = False, start_groups: bool = True, ahead: bool = True
+    ) -> list[Claim]:
         """Take up to ``limit`` samples for a holder of ``version``; an empty list when nothing fits.
 
         Args:
             tail: take groups of step ``version`` from the end (helper); stale groups always come from the front.
             start_groups: whether groups that nobody has begun may be started.
+            ahead: whether groups of the step after ``version`` may be taken.
         """
         claims: list[Claim] = []
         for step, groups in self._steps.items():
+            if step > version and not ahead:
+                break
             backwards = tail and step == version
             before = len(claims)
             while groups and len(claims) < limit:

@@ -8,7 +8,7 @@ import time
 from verl_digen.schedule.eventloop import GeneratorLoop
 from verl_digen.schedule.gap import plan_step
 from verl_digen.schedule.pipeline import BubbleCosts, BubbleState
-from verl_digen.schedule.tag import bubble_costs, bubble_state, decide, worth_handing_over
+from verl_digen.schedule.tag import bubble_costs, bubble_state, decide, may_work_ahead, worth_handing_over
 from verl_digen.schedule.work import Action, Claim, Decision, Fragment
 
 
@@ -50,6 +50,7 @@ class HelperLoop(GeneratorLoop):
         self._helper_on = False
         self._held: list[Claim] = []
         self._relieved = False
+        self._ahead_allowed = True
         self._block: list[Claim] = []
         self._decision: Decision | None = None
         self._costs: BubbleCosts | None = None
@@ -152,12 +153,19 @@ class HelperLoop(GeneratorLoop):
                 for claim in running[1]:
                     if left > begun.get(claim.uid, -1.0):
                         begun[claim.uid] = left
-        unclaimed = self.queue.available(self.ledger.published)
-        for uid, version, waiting in self.queue.groups_waiting(self.step):
-            if version >= 0 and uid in begun:
+        version, groups = self.ledger.published, max(1, per // self.workload.samples_per_group)
+        own = sorted(left for uid, left in begun.items() if uid // self.workload.groups == self.step)[
+            groups - 1 :: groups
+        ]
+        own_left = self.queue.available(version, ahead=False)
+        self._ahead_allowed = own_left == 0 and may_work_ahead(
+            self._costs, [left + self._costs.score_s for left in own]
+        )
+        unclaimed = self.queue.available(version, ahead=self._ahead_allowed)
+        for uid, begun_with, waiting in self.queue.groups_waiting(self.step):
+            if begun_with >= 0 and uid in begun:
                 unclaimed -= waiting
                 begun[uid] += self._costs.lanes_s[0] * waiting / per
-        groups = max(1, per // self.workload.samples_per_group)
         etas = sorted(begun.values())[groups - 1 :: groups]
         partial, ranks = len(self._held), self.pools.trainer.ranks
         rounds = [self._held[first : first + ranks] for first in range(0, partial, ranks)]
@@ -179,7 +187,7 @@ class HelperLoop(GeneratorLoop):
         self._block, self._held = self._held, []
         wanted = max(0, decision.fragments - held) * self._per_fragment
         if wanted:
-            self._block += self.queue.claim(self.ledger.published, wanted, tail=True)
+            self._block += self.queue.claim(self.ledger.published, wanted, tail=True, ahead=self._ahead_allowed)
         return bool(self._block)
 
     def enter_helping(self) -> None:

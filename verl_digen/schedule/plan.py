@@ -49,8 +49,8 @@ class Search:
     gap: bool = True
     generator: int | None = None
     splits: int = 32
-    shortlist: int = 32
-    trial_steps: int = 12
+    shortlist: int = 20
+    trial_steps: int = 10
     final_steps: int = 12
     recompute_old_log_probs: bool = False
 
@@ -259,30 +259,43 @@ def plan(case: Case, testbed: Testbed, search: Search | None = None) -> Plan:
     choices: list[Choice] = []
     simulated = 0
     for ratio in sorted(search.stale_ratios):
+        alone = _ranking(case, bare, "none", ratio)
+        helped = _ranking(case, bare, "steps", ratio) if set(search.policies) != {"none"} else alone
         for policy in search.policies:
-            known = [choice.candidate for choice in choices]
-            choice, tried = _best(case, bare, known, policy, ratio, search)
+            rankings = (alone if policy == "none" else helped, alone)
+            candidates = _shortlist(rankings, policy, ratio, search.shortlist)
+            for choice in choices:
+                schedule = replace(choice.candidate.schedule, policy=policy, max_stale_ratio=ratio)
+                candidates.append(replace(choice.candidate, schedule=schedule))
+            choice, tried = _best(case, candidates, search)
             choices.append(choice)
             simulated += tried
     choices.sort(key=lambda choice: choice.simulation.makespan_s)
     return Plan(tuple(choices), len(bare), space.rejected, simulated, time.perf_counter() - begin)
 
 
-def _shortlist(case: Case, bare: list[Candidate], policy: str, ratio: float, most: int) -> list[Candidate]:
+def _ranking(case: Case, bare: list[Candidate], policy: str, ratio: float) -> list[tuple[float, Candidate]]:
+    """All candidates by estimate, which only asks whether there is a helper at all."""
+    ranked = []
+    for order, candidate in enumerate(bare):
+        schedule = replace(candidate.schedule, policy=policy, max_stale_ratio=ratio)
+        ranked.append((estimate(case, candidate.pools, candidate.profile, schedule), order, candidate))
+    ranked.sort(key=lambda entry: entry[:2])
+    return [(guess, candidate) for guess, _, candidate in ranked]
+
+
+def _shortlist(
+    rankings: Sequence[list[tuple[float, Candidate]]], policy: str, ratio: float, most: int
+) -> list[Candidate]:
     """The best candidates by estimate, at most three ways to cut and merge per placement so that they differ.
 
     A helper makes the formula optimistic about unbalanced splits, so half of the list is what would be best
     without one.
     """
     chosen: list[Candidate] = []
-    for judged, quota in ((policy, most - most // 2), ("none", most)):
-        ranked = []
-        for candidate in bare:
-            schedule = replace(candidate.schedule, policy=judged, max_stale_ratio=ratio)
-            ranked.append((estimate(case, candidate.pools, candidate.profile, schedule), len(ranked), candidate))
-        ranked.sort(key=lambda entry: entry[:2])
+    for ranked, quota in zip(rankings, (most - most // 2, most), strict=True):
         seen: dict[tuple, set[tuple]] = {}
-        for guess, _, candidate in ranked:
+        for guess, candidate in ranked:
             if len(chosen) >= quota:
                 break
             place = (candidate.generator, candidate.trainer_group, candidate.width, candidate.schedule.rollout_batch)
@@ -295,13 +308,8 @@ def _shortlist(case: Case, bare: list[Candidate], policy: str, ratio: float, mos
     return chosen
 
 
-def _best(
-    case: Case, bare: list[Candidate], known: list[Candidate], policy: str, ratio: float, search: Search
-) -> tuple[Choice, int]:
+def _best(case: Case, candidates: list[Candidate], search: Search) -> tuple[Choice, int]:
     """Simulate the shortlist and what won for earlier policies and smaller ratios; the fastest wins."""
-    candidates = _shortlist(case, bare, policy, ratio, search.shortlist)
-    for other in known:
-        candidates.append(replace(other, schedule=replace(other.schedule, policy=policy, max_stale_ratio=ratio)))
     trial = min(search.trial_steps, max(3, TRIAL_SAMPLES // case.workload.samples))
     trials: list[tuple[float, int, Candidate]] = []
     tried: set[tuple] = set()

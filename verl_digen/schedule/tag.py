@@ -132,6 +132,22 @@ def worth_handing_over(steps_left: int, helper_step_s: float, replica_step_s: fl
     return wait_s + steps_left * replica_step_s < steps_left * helper_step_s
 
 
+def may_work_ahead(costs: BubbleCosts, own_arrivals: Sequence[float]) -> bool:
+    """Whether the helper should begin stale groups before the commit that is due.
+
+    At the commit the Trainer's version changes, and unfinished groups of the old one can be finished by replicas
+    only. A whole round therefore has to fit into the time until the last fragment of the running step is ready,
+    less what the Trainer needs for the others.
+
+    Args:
+        own_arrivals: times until the untrained fragments of the running step become ready, seconds.
+    """
+    if not own_arrivals:
+        return False
+    training = costs.train_s * (len(own_arrivals) - 1)
+    return max(own_arrivals) - training >= costs.switch_s + costs.helper_s
+
+
 def bubble_costs(
     workload: Workload,
     pools: Pools,
