@@ -105,7 +105,6 @@ REWARD_ENTRY = {
 MODEL = {
     "path": "Folder in the diffusers layout (`model_index.json`, `transformer/`, `scheduler/`, ...), on a local disk. "
     "Mandatory. Weights are read from safetensors only.",
-    "tokenizer_path": "A tokenizer for veRL's own reward-model code. The plugin's reward workers load none.",
     "family": "Model family by name; null finds it by the pipeline class in `model_index.json`.",
     "dtype": "Dtype of the forward and backward, the same in rollout and training: `float32`, `bfloat16`, `float16` or "
     "`float64`.",

@@ -110,3 +110,10 @@ def test_a_placement_that_cannot_be_met_lists_the_cluster(launch):
     assert "GPU=8" in str(caught.value)
     with pytest.raises(ValueError, match="accelerator_type:H100"):
         launch("trainer.v1.digen.accelerator_type.trainer='accelerator_type:H100'")
+
+
+def test_a_reward_that_is_not_there_is_refused_before_a_device_is_taken(launch, tmp_path):
+    with pytest.raises(ValueError, match="unknown reward 'nonsense'"):
+        launch("+trainer.v1.digen.rewards.nonsense={weight: 1.0}")
+    with pytest.raises(ValueError, match="no file"):
+        launch(f"+trainer.v1.digen.rewards.mine={{path: {tmp_path / 'absent.py'}}}")

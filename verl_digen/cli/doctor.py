@@ -182,7 +182,7 @@ def check_assets() -> Report:
         "files": len(files),
         "bytes": sum(path.stat().st_size for path in files),
         "present": weights,
-        "command": None if weights else "verl-digen prepare",
+        "command": None if weights else "verl-digen prepare digits-weights",
     }
 
 

@@ -22,7 +22,6 @@ class DiffusionModelConfig(BaseConfig):
     _mutable_fields = {"model_type", "path"}
 
     path: str = ""
-    tokenizer_path: str | None = None
     family: str | None = None
     dtype: str = "float32"
     attention_backend: str | None = None

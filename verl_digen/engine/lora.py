@@ -16,7 +16,7 @@ def add_lora(
     *,
     rank: int,
     alpha: int,
-    target_modules: Sequence[str],
+    target_modules: Sequence[str] | str,
     dtype: torch.dtype,
     seed: int = 0,
 ) -> int:
@@ -25,6 +25,7 @@ def add_lora(
     The adapter starts as the identity (B = 0); A is drawn from ``seed``, so every rank and replica holds the same.
 
     Args:
+        target_modules: module names, or one of peft's patterns as text.
         dtype: dtype of the adapter (the master dtype; the base keeps its own).
 
     Returns:
@@ -33,14 +34,15 @@ def add_lora(
     Raises:
         ValueError: no module of the transformer matches ``target_modules``.
     """
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(target_modules), init_lora_weights=True)
+    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, init_lora_weights=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             transformer.add_adapter(config, adapter_name=ADAPTER)
         except ValueError as error:
             raise ValueError(
-                f"actor_rollout_ref.model.target_modules={list(target_modules)} matches no module of "
+                f"actor_rollout_ref.model.target_modules={targets} matches no module of "
                 f"{type(transformer).__name__}: {error}"
             ) from error
     bound = 0

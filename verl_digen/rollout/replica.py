@@ -83,6 +83,7 @@ class RolloutRole:
             )
         reset_peak_memory()
         torch.set_num_threads(self._rollout_threads)
+        self.sampler.to(self.sampler.device)
         done = self.sampler.run(fragment)
         mark = time.perf_counter()
         if not fragment.validate:

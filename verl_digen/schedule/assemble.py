@@ -159,10 +159,6 @@ class GroupAssembler:
             self._groups[uid].taken = True
         return tuple((uid, self._groups[uid].version) for uid in first)
 
-    def version_of(self, uid: Uid) -> int:
-        """Version carried by the samples of a group that have arrived; −1 when none has."""
-        return self._groups[uid].version
-
     def drop_step(self, step: int) -> None:
         """Forget a finished step. ``ValueError`` when one of its fragments was never handed out."""
         keys = [key for key in self._missing if key[0] == step]

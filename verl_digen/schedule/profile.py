@@ -7,7 +7,7 @@ A live run feeds :class:`RunningProfile` with measurements; every decision reads
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from verl_digen.schedule.tsp import tile_rounds
 from verl_digen.schedule.work import TrainerPool, require_not_negative, require_positive
@@ -99,10 +99,6 @@ class Profile:
         if recompute:
             seconds += cells * self.logprob_cell_s + rounds * self.logprob_fixed_s
         return seconds / trainer.speed
-
-    def scaled(self, **factors: float) -> Profile:
-        """A copy with the named costs multiplied; for sensitivity studies."""
-        return replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
 
 
 class RunningEstimate:

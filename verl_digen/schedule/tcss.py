@@ -143,10 +143,6 @@ class StaleLedger:
         self._stale = {step: count for step, count in self._stale.items() if step >= version}
         self._closed = {step for step in self._closed if step >= version}
 
-    def version_of(self, uid: Uid) -> int:
-        """Version under which a group started."""
-        return self._entry(uid).version
-
     def stale_groups(self, step: int) -> int:
         """Groups of ``step`` started one version behind."""
         return self._stale.get(step, 0)

@@ -15,9 +15,6 @@ from typing import NamedTuple
 WORK = ("generate", "help", "train", "commit")
 """Span names in which the devices of a row do what they are for."""
 
-OVERHEAD = ("switch", "publish", "score", "down")
-"""Span names of the other spans that are no bubble."""
-
 
 class Span(NamedTuple):
     """One thing on one row, in seconds from the start of the run."""

@@ -16,7 +16,6 @@ class Run(HelperLoop):
         self.step_ends: list[float] = []
         self.stale_groups: list[int] = []
         self.trained = 0
-        self.fragments_trained = 0
         self.predictions: list[tuple[float, float]] = []
         self.trainer_busy_s = 0.0
         self._left = 0
@@ -88,7 +87,6 @@ class Run(HelperLoop):
 
     def trained_some(self, fragments: int, samples: int) -> None:
         self.trained += samples
-        self.fragments_trained += fragments
         self._left -= fragments
         if self._left:
             self.trainer_free()

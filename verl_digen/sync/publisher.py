@@ -133,6 +133,11 @@ class WeightPublisher(CheckpointEngineManager):
             "sync/changed": float(changed),
         }
 
+    def disconnect(self) -> None:
+        """Close the Trainer's end after a failed publish, so that replicas which still receive get an error at once."""
+        self._get([self.actor_wg.workers[0].execute_checkpoint_engine.remote("close")], "closing the weight channel")
+        self._connected = []
+
     def republish(self) -> None:
         """Give the current version again, to replicas that were started anew."""
         self.update_weights(self.version, averaged=self._averaged)

@@ -109,6 +109,8 @@ class TrainingStep:
             raise
         order = {group.uid: i for i, group in enumerate(groups)}
         outcome.groups.sort(key=lambda result: order[result.group.uid])
+        if not plan.one_shot:
+            self._advantages(outcome.groups, outcome)  # the metrics of the whole step; the values stay what they are
         return outcome
 
     # ---- the two orders of work ----------------------------------------------------------------------------
@@ -172,14 +174,13 @@ class TrainingStep:
     def _advantages(self, results: Sequence[GroupResult], outcome: StepOutcome) -> dict[Sample, float]:
         samples = [s for result in results for s in result.samples]
         dtype = getattr(torch, self.plan.digen.arithmetic)
-        values, metrics = group_advantages(
+        values, outcome.advantage_metrics = group_advantages(
             torch.tensor([s.reward for s in samples], dtype=dtype),
             [s.uid for s in samples],
             norm=self.plan.digen.algorithm.norm,
         )
         advantages = {(s.uid, s.j): float(a) for s, a in zip(samples, values.tolist(), strict=True)}
         outcome.advantages |= advantages
-        outcome.advantage_metrics = metrics
         return advantages
 
     def _begin(self) -> None:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from transfer_queue import KVBatchMeta
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.config import omega_conf_to_dataclass
@@ -73,6 +74,7 @@ class DigenTrainer(PPOTrainer):
         self._init_dataloader()
         self._init_dump_executor()
         self._check_model()
+        load_reward_manager(self.config, None)  # an unknown reward or a missing file is an error here already
         resumed = find_checkpoint(self)
         self._print_plan()
         self._init_resource_pool_mgr()
@@ -365,7 +367,10 @@ class DigenTrainer(PPOTrainer):
                 self._sync_metrics = self.checkpoint_manager.update_weights(self.global_steps)
                 return
             except (ray.exceptions.RayError, TimeoutError) as error:
-                dead = self._dead_replicas() if self.disaggregated else []
+                if not self.disaggregated:
+                    raise
+                self.checkpoint_manager.disconnect()
+                dead = self._dead_replicas()
                 if not dead or attempt == self.plan.digen.failure.max_retries:
                     raise
                 logger.warning("publishing version %d failed: %s", self.global_steps, error)

@@ -103,6 +103,8 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
         if self.transaction is not None:
             raise TransactionError("a transaction is open already; commit or abort it first")
         reset_peak_memory()
+        if self.colocated and self.engine.is_param_offload_enabled:
+            self.sampler.to(torch.device("cpu"))  # only one of the two copies is on the device
         self._mode = self.engine.train_mode()
         self._mode.__enter__()
         self._conditions: dict[str, tuple[dict, dict | None]] = {}
