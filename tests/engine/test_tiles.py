@@ -1,4 +1,4 @@
-"""Tiles and shares: every cell exactly once (I3)."""
+"""Tiles: every cell exactly once (I3)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_digen.engine.tiles import SampleRow, count_tiles, gather_tile, plan_tiles
-from verl_digen.trainer.step import split_samples
 
 quick = settings(deadline=None, max_examples=100)
 transition_counts = st.lists(st.integers(0, 6), max_size=12)
@@ -42,24 +41,6 @@ def test_with_tsp_tiles_are_as_few_and_as_even_as_can_be(transitions, max_cells)
     sizes = [len(tile) for tile in plan_tiles(transitions, max_cells=max_cells, tsp=True)]
     assert len(sizes) == -(-sum(transitions) // max_cells)
     assert not sizes or max(sizes) - min(sizes) <= 1
-
-
-@quick
-@given(count=st.integers(0, 40), ranks=st.integers(1, 7), offset=st.integers(0, 50))
-def test_shares_are_a_balanced_partition(count, ranks, offset):
-    samples = [("g", j) for j in range(count)]
-    shares = split_samples(samples, ranks, offset)
-    assert len(shares) == ranks and [s for share in shares for s in share] == samples
-    sizes = [len(share) for share in shares]
-    assert max(sizes) - min(sizes) <= 1
-
-
-def test_the_offset_balances_many_small_fragments():
-    loads = [0] * 4
-    for i in range(8):
-        for rank, share in enumerate(split_samples([("g", 0)], 4, offset=i)):
-            loads[rank] += len(share)
-    assert loads == [2] * 4
 
 
 def row(j: int, starts=(0, 2)) -> SampleRow:

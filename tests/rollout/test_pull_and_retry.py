@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import ray
 
-from verl_digen.config.digen import DigenConfig, FailureConfig, GapConfig
+from verl_digen.config.digen import DigenConfig, FailureConfig, GapConfig, SamplingConfig
 from verl_digen.rollout.manager import DiffusionRolloutManager, RolloutError, RolloutPool
 from verl_digen.rollout.requests import FragmentReport, PromptGroup
 
@@ -76,7 +77,7 @@ def groups(count=3, n=4):
 def build():
     managers = []
 
-    def make(*, replicas=1, seconds=(), behave=(), reward=None, fragment_size=2, restart=True, **failure):
+    def make(*, replicas=1, seconds=(), behave=(), reward=None, fragment_size=2, restart=True, digen=None, **failure):
         handles, restarts = [], []
         for rank in range(replicas):
             replica = SimpleNamespace(name=f"replica{rank}", workers=[])
@@ -90,10 +91,12 @@ def build():
             handles.append(replica)
 
         def respawn(replica):
+            replica.workers = [FakeWorker(replica)]  # there at once, but no use before its weights are
+            time.sleep(0.05)
             restarts.append(replica.name)
-            replica.workers = [FakeWorker(replica)]
+            replica.workers[0].ready = True
 
-        digen = DigenConfig(
+        digen = digen or DigenConfig(
             gap=GapConfig(enable=True, fragment_size=fragment_size),
             failure=FailureConfig(**{"generate_timeout_s": 5.0, "reward_timeout_s": 5.0} | failure),
         )
@@ -272,3 +275,96 @@ def test_pixels_of_asked_samples_reach_the_driver(build):
 
 async def _later(value):
     return value
+
+
+# ---- fragments and deadlines -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("digen", "sizes"),
+    [
+        (DigenConfig(), [12, 12]),  # 24 samples over 2 replicas
+        (DigenConfig(sampling=SamplingConfig(batch_size=10)), [10, 10, 4]),
+        (DigenConfig(gap=GapConfig(enable=True)), [4] * 6),  # rollout.n
+        (DigenConfig(preset="digen"), [4] * 6),
+        (DigenConfig(gap=GapConfig(enable=True, fragment_size=9)), [9, 9, 6]),
+    ],
+)
+def test_fragments_are_as_large_as_the_plan_says(build, digen, sizes):
+    setup = build(replicas=2, digen=digen)
+    collect(setup.manager, groups(6))
+    fragments = [f for replica in setup.replicas for f in replica.workers[0].fragments]
+    assert [len(f.samples) for f in sorted(fragments, key=lambda f: f.fragment_id)] == sizes
+    assert all(set(f.groups) == {uid for uid, _ in f.samples} for f in fragments)
+
+
+def test_a_fragment_that_waits_in_the_replicas_queue_is_not_late(build):
+    """Two fragments of 0.3 s are at the replica; the second ends after 0.6 s, though 0.45 s is what one may take."""
+    setup = build(seconds=(0.3,), fragment_size=6, generate_timeout_s=0.45)
+    assert len(collect(setup.manager, groups())) == 3
+    assert setup.restarts == []
+
+
+def test_a_replica_gets_no_work_while_it_is_being_restarted(build):
+    """One fragment kills it; the others wait for the new process, which has no weights before the restart ends."""
+    setup = build(behave=(failing_first(1, ray.exceptions.RayActorError()),), fragment_size=12)
+    met_unready = []
+    original = FakeWorker._generate
+
+    def checked(worker, fragment):
+        if worker is not first and not getattr(worker, "ready", False):
+            met_unready.append(fragment.fragment_id)
+        return original(worker, fragment)
+
+    first = setup.replicas[0].workers[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeWorker, "_generate", checked)
+        setup.manager.generate_sequences(groups(3), version=0, training_step=1)
+        time.sleep(0.02)  # the only fragment has failed by now; this one finds a replica under way
+        more = [PromptGroup(**{**g.__dict__, "uid": f"late{g.uid}"}) for g in groups(3)]
+        setup.manager.generate_sequences(more, version=0, training_step=1)
+        assert len([setup.manager.next_group(10.0) for _ in range(6)]) == 6
+    assert setup.restarts == ["replica0"] and met_unready == []
+
+
+def test_samples_of_one_group_in_two_fragments_do_not_share_noise(build):
+    setup = build(behave=(lambda fragment: {"noise_hashes": ("x", "y")},), fragment_size=2)
+    with pytest.raises(ValueError, match="share their initial noise"):
+        collect(setup.manager, groups(1))
+
+
+def test_same_noise_is_wanted_inside_a_group_and_checked(build):
+    digen = DigenConfig(gap=GapConfig(enable=True, fragment_size=2), sampling=SamplingConfig(same_noise=True))
+    shared = build(digen=digen, behave=(lambda f: {"noise_hashes": tuple(u for u, _ in f.samples)},))
+    assert len(collect(shared.manager, groups())) == 3
+    other = build(digen=digen, behave=(lambda f: {"noise_hashes": (str(f.fragment_id),) * 2},))
+    with pytest.raises(ValueError, match="different initial noise"):
+        collect(other.manager, groups(1))
+
+
+def test_samples_of_two_versions_never_make_a_group(build):
+    """Two halves of a group queued under versions 0 and 1, as no trainer should do."""
+    setup = build(fragment_size=4)
+    (group,) = groups(1)
+    setup.manager._results["g0"] = {0: SimpleNamespace(version=5)}
+    with pytest.raises(RolloutError, match=r"versions \[0, 5\]"):
+        setup.manager._groups["g0"] = group
+        report = FragmentReport(
+            fragment_id=1,
+            replica="r",
+            version=0,
+            samples=(("g0", 1), ("g0", 2), ("g0", 3)),
+            noise_hashes=("a",) * 3,
+            transitions=(3,) * 3,
+            effective={},
+            started=0.0,
+            ended=0.0,
+            phases={},
+            peak_memory_bytes=0,
+        )
+        setup.manager._assemble(None, report, [{"reward_score": 0.0}] * 3)
+
+
+def test_distillation_teachers_are_refused():
+    with pytest.raises(ValueError, match="distillation"):
+        DiffusionRolloutManager.create(None, None, teacher_client=object())

@@ -353,6 +353,9 @@ class DiffusionRolloutManager:
             versions = {s.version for s in got.values()}
             if len(versions) != 1:
                 raise RolloutError(f"group {uid} was generated under versions {sorted(versions)}")
+            samples = [(uid, j) for j in got]
+            same_noise = self.digen.sampling.same_noise and not fragment.validate
+            check_distinct([s.noise_hash for s in got.values()], samples, same_noise)
             del self._groups[uid], self._results[uid]
             self._done.put(GroupResult(group, [got[j] for j in range(group.n)], versions.pop(), time.time()))
 

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 import torch
 
 _CHUNK = 1 << 24
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# 8-byte values as two words: with 64-bit words, changes of the highest bits of two words would cancel modulo 2^64
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def words_sum(tensor: torch.Tensor) -> int:

@@ -61,13 +61,14 @@ def save_trainer(trainer) -> None:
     root = Path(config.default_local_dir)
     final = root / f"global_step_{trainer.global_steps}"
     partial = root / f".partial_global_step_{trainer.global_steps}"
-    for folder in (partial, final):
-        if folder.exists():
-            shutil.rmtree(folder)
+    for left in root.glob(".partial_global_step_*"):  # by a run that was killed while it wrote
+        shutil.rmtree(left)
     partial.mkdir(parents=True)
     trainer.actor_rollout_wg.save_checkpoint(str(partial / "actor"), None, trainer.global_steps)
     (partial / RUN_FILE).write_text(json.dumps(run_state(trainer), indent=1))
     _sync(partial)
+    if final.exists():  # a run that goes on from an older checkpoint comes to this step again
+        shutil.rmtree(final)
     os.replace(partial, final)
     tracker = root / f".{TRACKER}"
     tracker.write_text(str(trainer.global_steps))
@@ -90,7 +91,8 @@ def _sync(folder: Path) -> None:
 def _prune(root: Path, keep: int | None, newest: Path) -> None:
     if not keep or keep < 1:
         return
-    steps = sorted(root.glob("global_step_*"), key=lambda p: int(p.name.rsplit("_", 1)[1]))
+    ours = [p for p in root.glob("global_step_*") if p.name.removeprefix("global_step_").isdigit()]
+    steps = sorted(ours, key=lambda p: int(p.name.removeprefix("global_step_")))
     for folder in steps[:-keep]:
         if folder != newest:
             shutil.rmtree(folder)
@@ -128,7 +130,14 @@ def _folder_to_resume(config) -> Path | None:
     if config.resume_mode == "disable":
         return None
     if config.resume_mode == "auto":
-        latest = find_latest_ckpt_path(os.path.abspath(config.default_local_dir))
+        root = Path(os.path.abspath(config.default_local_dir))
+        latest = find_latest_ckpt_path(str(root))
+        if latest is None and (root / TRACKER).exists():
+            step = (root / TRACKER).read_text()
+            raise ValueError(
+                f"{root / TRACKER} names step {step}, but global_step_{step} is not there; resume another one with "
+                "trainer.resume_mode=resume_path, or start anew with trainer.resume_mode=disable"
+            )
         return Path(latest) if latest is not None else None
     if config.resume_mode == "resume_path":
         if not config.resume_from_path:

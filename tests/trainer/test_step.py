@@ -1,0 +1,256 @@
+"""One training step with a scripted rollout and a training group that notes what it is told (I2, I3, I7)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from verl_digen.config.digen import AlgorithmConfig, DigenConfig, GapConfig, TspConfig
+from verl_digen.config.plan import RunPlan
+from verl_digen.rollout.manager import GroupResult, RolloutError
+from verl_digen.rollout.requests import FragmentReport, PromptGroup, SampleResult
+from verl_digen.trainer.metrics import step_metrics
+from verl_digen.trainer.step import StepError, StepOutcome, TrainingStep
+
+N = 2
+GROUPS = [
+    PromptGroup(uid=f"g{i}", n=N, prompt="p", negative_prompt="", ground_truth="", data_source="d") for i in range(4)
+]
+
+
+def make_plan(*, one_shot=True, batches=1, epochs=1, ranks=2, **digen) -> RunPlan:
+    return RunPlan(
+        digen=DigenConfig(gap=GapConfig(enable=not one_shot), tsp=TspConfig(enable=True, max_cells=2), **digen),
+        prompts=4,
+        n=N,
+        logical_batches=batches,
+        prompts_per_batch=4 // batches,
+        epochs=epochs,
+        transitions=3,
+        trainer_ranks=ranks,
+        replicas=1,
+        fragment_size=N,
+        one_shot=one_shot,
+        loss="flow_grpo",
+        clip_low=1e-3,
+        clip_high=1e-3,
+        kl_beta=0.0,
+        lora_rank=0,
+        seed=0,
+        transformer_parameters=1,
+        transformer_bytes=4,
+    )
+
+
+def result(group: PromptGroup, version: int = 7) -> GroupResult:
+    samples = [
+        SampleResult(
+            uid=group.uid,
+            j=j,
+            reward=float(j * (1 + int(group.uid[1]))),
+            extra={"acc": j == 1, "text": "ignored"},
+            version=version,
+            replica="r",
+            transitions=3,
+            noise_hash=f"{group.uid}{j}",
+        )
+        for j in range(N)
+    ]
+    return GroupResult(group, samples, version, 0.0)
+
+
+class Manager:
+    """Completes groups in a given order; an exception in it is raised."""
+
+    def __init__(self, order):
+        self.order = list(order)
+
+    def generate_sequences(self, groups, **_):
+        assert groups == GROUPS
+
+    def next_group(self, timeout_s):
+        item = self.order.pop(0)
+        if isinstance(item, BaseException):
+            raise item
+        return result(GROUPS[item])
+
+
+class Workers:
+    """A training group of 2 ranks that writes down its calls; references are plain values."""
+
+    def __init__(self):
+        self.log: list[tuple] = []
+
+    def begin(self, planned_cells, on_policy):
+        self.log.append(("begin", planned_cells, on_policy))
+        return [None, None]
+
+    def accumulate(self, fragment):
+        self.log.append(("accumulate", fragment))
+        return [{"fetch": 0.5, "tiles": 1.0}] * 2
+
+    def commit(self):
+        self.log.append(("commit",))
+        return [{"commit_s": 0.1, "peak_memory_gb": 1.0, "lr": 1e-3, "grad_norm": 2.0}] * 2
+
+    def abort(self):
+        self.log.append(("abort",))
+        return ["aborted"] * 2
+
+    @property
+    def verbs(self) -> str:
+        return " ".join(entry[0] for entry in self.log)
+
+    def trained(self) -> list[list[tuple[str, int]]]:
+        """Samples of each commit, in the order in which they were accumulated."""
+        commits, now = [], []
+        for verb, *rest in self.log:
+            if verb == "accumulate":
+                now += [s for share in rest[0].shares for s in share]
+            if verb == "commit":
+                commits.append(now)
+                now = []
+        return commits
+
+
+@pytest.fixture(autouse=True)
+def plain_references(monkeypatch):
+    monkeypatch.setattr(ray, "get", lambda refs, timeout=None: list(refs))
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
+
+
+def run(plan, order) -> tuple[Workers, StepOutcome]:
+    workers = Workers()
+    outcome = TrainingStep(plan, workers, Manager(order)).run(GROUPS, version=7, training_step=1, timing_raw={})
+    return workers, outcome
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 0, 1]])
+def test_both_orders_of_work_train_the_same_cells_with_the_same_advantages(batches, order):
+    whole, one = run(make_plan(batches=batches), order)
+    streamed, gap = run(make_plan(batches=batches, one_shot=False), order)
+    assert [sorted(c) for c in whole.trained()] == [sorted(c) for c in streamed.trained()]
+    size = 4 // batches
+    for number, trained in enumerate(whole.trained()):
+        uids = {g.uid for g in GROUPS[number * size : (number + 1) * size]}
+        assert sorted(trained) == sorted((u, j) for u in uids for j in range(N))
+    assert one.advantages == gap.advantages and one.advantage_metrics == gap.advantage_metrics
+    assert [g.group.uid for g in one.groups] == [g.group.uid for g in gap.groups] == ["g0", "g1", "g2", "g3"]
+    for workers in (whole, streamed):
+        assert {e for e in workers.log if e[0] == "begin"} == {("begin", size * N * 3, batches == 1)}
+        told = {s: a for e in workers.log if e[0] == "accumulate" for s, a in e[1].advantages.items()}
+        assert told == one.advantages
+
+
+def test_streaming_accumulates_in_the_order_of_completion_and_marks_the_last():
+    workers, _ = run(make_plan(one_shot=False), [2, 0, 3, 1])
+    fragments = [entry[1] for entry in workers.log if entry[0] == "accumulate"]
+    assert [next(iter(f.advantages))[0] for f in fragments] == ["g2", "g0", "g3", "g1"]
+    assert [f.last for f in fragments] == [False, False, False, True]
+
+
+def test_a_later_logical_batch_waits_its_turn():
+    workers, _ = run(make_plan(one_shot=False, batches=2), [3, 2, 1, 0])
+    assert workers.verbs == "begin accumulate accumulate commit " * 1 + "begin accumulate accumulate commit"
+    assert [{u for u, _ in c} for c in workers.trained()] == [{"g0", "g1"}, {"g2", "g3"}]
+
+
+@pytest.mark.parametrize("one_shot", [True, False])
+def test_epochs_train_every_sample_again(one_shot):
+    workers, outcome = run(make_plan(one_shot=one_shot, epochs=2, batches=2), [0, 1, 2, 3])
+    assert len(outcome.commits) == 4
+    assert [sorted(c) for c in workers.trained()[:2]] == [sorted(c) for c in workers.trained()[2:]]
+    assert all(entry[2] is False for entry in workers.log if entry[0] == "begin")
+
+
+def test_every_rank_runs_the_tiles_of_the_largest_share():
+    """8 samples over 3 ranks: 3, 3 and 2 samples of 3 cells; 2 cells a tile."""
+    workers, _ = run(make_plan(ranks=3), [0, 1, 2, 3])
+    (fragment,) = [entry[1] for entry in workers.log if entry[0] == "accumulate"]
+    assert [len(share) for share in fragment.shares] == [3, 3, 2] and fragment.num_tiles == 5
+
+
+@pytest.mark.parametrize("one_shot", [True, False])
+@pytest.mark.parametrize("error", [RolloutError("dead"), TimeoutError("late"), KeyboardInterrupt()])
+def test_a_failed_step_leaves_no_open_transaction(one_shot, error):
+    workers = Workers()
+    step = TrainingStep(make_plan(one_shot=one_shot), workers, Manager([0, 1, error]))
+    with pytest.raises(type(error)):
+        step.run(GROUPS, version=7, training_step=1, timing_raw={})
+    assert workers.verbs.endswith("abort") and "commit" not in workers.verbs
+
+
+def test_training_that_is_not_done_in_time_is_named(monkeypatch):
+    def late(refs, timeout=None):
+        raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(ray, "get", late)
+    with pytest.raises(
+        StepError, match="opening a transaction was not done within .*train_timeout_s=3600 s on 2 ranks"
+    ):
+        run(make_plan(), [0, 1, 2, 3])
+
+
+def test_advantages_follow_the_norm():
+    _, group = run(make_plan(), [0, 1, 2, 3])
+    assert group.advantages[("g3", 1)] == pytest.approx(2 / (8**0.5 + 1e-4))
+    _, none = run(make_plan(algorithm=AlgorithmConfig(norm="none")), [0, 1, 2, 3])
+    assert none.advantages == {(f"g{i}", j): (2 * j - 1) * (i + 1) / 2 for i in range(4) for j in range(N)}
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------
+
+
+def report(replica: str, seconds: float, transitions: int) -> FragmentReport:
+    return FragmentReport(
+        fragment_id=1,
+        replica=replica,
+        version=7,
+        samples=(),
+        noise_hashes=(),
+        transitions=(transitions,),
+        effective={},
+        started=10.0,
+        ended=10.0 + seconds,
+        phases={"encode": 1.0, "denoise": 2.0, "decode": 3.0, "store": 4.0},
+        peak_memory_bytes=2**30,
+    )
+
+
+def test_step_metrics():
+    plan = make_plan()
+    _, outcome = run(plan, [0, 1, 2, 3])
+    timing = {"step": 4.0, "gen": 1.0}
+    reports = [report("r", 2.0, 3), report("r", 50.0, 0)]  # the second is of a validation
+    metrics = step_metrics(outcome, plan, reports, 1.5, timing, step=3, epoch=1, version=7)
+    assert metrics["training/global_step"] == 3 and metrics["training/epoch"] == 1
+    assert metrics["reward/mean"] == 1.25 and (metrics["reward/min"], metrics["reward/max"]) == (0, 4)
+    assert metrics["reward/group_std_mean"] == pytest.approx(2.5 / 2**0.5) and metrics["reward/zero_std_ratio"] == 0
+    assert metrics["reward/extra/acc"] == 0.5 and "reward/extra/text" not in metrics
+    assert metrics["perf/samples_per_s"] == 2.0 and metrics["perf/samples_per_s_per_device"] == 1.0
+    assert metrics["perf/utilisation_generator"] == 0.5
+    assert metrics["perf/utilisation_trainer"] == pytest.approx((2 * 1.5 + 2 * 0.1) / (2 * 4))
+    assert metrics["timing_s/denoise"] == 2.0 and metrics["timing_s/tiles"] == 1.0
+    assert metrics["perf/reward_worker_s"] == 1.5 and metrics["perf/peak_memory_generator_gb"] == 1.0
+    assert metrics["actor/grad_norm"] == 2.0 and metrics["actor/lr"] == 1e-3
+    assert metrics["staleness/max"] == 0 and metrics["staleness/stale_ratio"] == 0
+    assert not any(name.startswith("advantage/reward") for name in metrics)
+
+
+def test_staleness_is_what_the_samples_say():
+    plan = make_plan()
+    _, outcome = run(plan, [0, 1, 2, 3])
+    metrics = step_metrics(outcome, plan, [], 0.0, {"step": 1.0}, step=1, epoch=0, version=8)
+    assert metrics["staleness/max"] == 1 and metrics["staleness/stale_ratio"] == 1.0
+    outcome.groups[0] = result(GROUPS[0], version=8)
+    metrics = step_metrics(outcome, plan, [], 0.0, {"step": 1.0}, step=1, epoch=0, version=8)
+    assert metrics["staleness/max"] == 1 and metrics["staleness/stale_ratio"] == 0.75
+
+
+def test_outcome_lists_samples_group_by_group():
+    outcome = StepOutcome(groups=[result(GROUPS[1]), result(GROUPS[0])])
+    assert [(s.uid, s.j) for s in outcome.samples] == [("g1", 0), ("g1", 1), ("g0", 0), ("g0", 1)]
+    assert isinstance(SimpleNamespace(samples=outcome.samples).samples[0], SampleResult)
