@@ -25,7 +25,7 @@ def weights() -> list[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape, dtype=torch.float32):
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator).to(dtype)
 
     return [
         ("scalar", draw().double()),
@@ -68,16 +68,21 @@ def result(process: subprocess.Popen) -> dict:
 def test_every_tensor_arrives_bit_for_bit_at_two_replicas(master):
     """One connection carries several versions; the peer that was told another version refuses what arrives."""
     engine, where = master
-    peers = [start(where, 1, 3, 4, 5), start(where, 2, 3, 4, 99)]
-    engine.init_process_group(0, 3, where)
-    sent = asyncio.run(engine.send_weights(iter(weights()), 4))
+    peers = [start(where, 1, 3, 4, 5, 6), start(where, 2, 3, 4, 5, 99)]
     changed = [(n, t + 1) for n, t in weights()]
-    engine.finalize()  # the channel stays open between publishes
-    asyncio.run(engine.send_weights(iter(changed[-1:]), 5))
-    first, second = (result(peer) for peer in peers)
-    assert first["received"] == [described(weights()), described(changed[-1:])] and "error" not in first
-    assert second["received"] == [described(weights())]
-    assert second["error"] == "version 5 arrived on the channel, 99 was announced"
+    try:
+        engine.init_process_group(0, 3, where)
+        sent = asyncio.run(engine.send_weights(iter(weights()), 4))
+        engine.finalize()  # the channel stays open between publishes
+        asyncio.run(engine.send_weights(iter(changed[-1:]), 5))
+        asyncio.run(engine.send_weights(iter([]), 6))  # a header alone: the end that refuses it hangs up
+        first, second = (result(peer) for peer in peers)
+    finally:
+        for peer in peers:
+            peer.kill()
+    both = [described(weights()), described(changed[-1:])]
+    assert first == {"received": [*both, []]}
+    assert second == {"received": both, "error": "version 6 arrived on the channel, 99 was announced"}
     assert sent["sync/bytes"] == sum(t.nbytes for _, t in weights()) and sent["sync/buckets"] > 3
 
 
