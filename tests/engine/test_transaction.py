@@ -192,3 +192,6 @@ def test_kl_to_the_initial_policy(rows, model):
     moved = one_step(engine, kl, rows, on_policy=False)
     assert moved["kl"] > 0 and moved["loss"] > moved["policy_loss"]
     assert [name for name, _ in engine.named_trainable()] == trained
+    # an idle tile has a KL too, and it must not count
+    busy = gradient_of(engine, kl, [rows], on_policy=False)
+    assert same_bits(gradient_of(engine, kl, [rows], on_policy=False, idle=1), busy)

@@ -23,7 +23,7 @@ async def receive(engine: DigenCheckpointEngine, version: int) -> list:
 
 
 def main(host: str, port: str, rank: str, world: str, *versions: str) -> None:
-    engine = DigenCheckpointEngine(BUCKET, timeout_s=60)
+    engine = DigenCheckpointEngine(BUCKET, timeout_s=240)
     engine.init_process_group(int(rank), int(world), {"host": host, "port": int(port)})
     out: dict = {"received": []}
     for version in versions:

@@ -47,20 +47,20 @@ def described(named) -> list:
 def master(monkeypatch):
     """The sending end, on the loopback, with its process group still to be made."""
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    engine = DigenCheckpointEngine(BUCKET, is_master=True, timeout_s=60)
+    engine = DigenCheckpointEngine(BUCKET, is_master=True, timeout_s=240)
     yield engine, engine.prepare()
     engine.close()
 
 
 def start(where: dict, rank: int, world: int, *versions: int) -> subprocess.Popen:
     command = [sys.executable, str(PEER), where["host"], str(where["port"]), str(rank), str(world), *map(str, versions)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
-    )
+    path = os.pathsep.join([str(PEER.parents[2]), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
 
 def result(process: subprocess.Popen) -> dict:
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=240)
     return json.loads(out.splitlines()[-1])
 
 
