@@ -29,6 +29,7 @@ SECTIONS = {
     "ema": "Averaged weights",
     "gap": "Generation-axis pipeline (GAP)",
     "tsp": "Timestep parallelism (TSP)",
+    "trace": "Timelines",
     "failure": "Failures and deadlines",
     "threads": "CPU threads",
 }
@@ -69,8 +70,8 @@ DIGEN = {
     "validation.guidance_scale": "Guidance in validation; null takes `sampling.guidance_scale`.",
     "validation.grid_samples": "Images in the sample grid written at each validation; 0 writes none.",
     "algorithm.norm": "Advantage: reward minus group mean, divided by the std of the `group`, by the std of all "
-    "samples of the step (`global`), or by nothing (`none`). With `global` GAP falls back to one-shot, and the plan "
-    "says so.",
+    "samples of the logical batch (`global`), or by nothing (`none`). `global` together with a KL makes GAP fall back "
+    "to one-shot, and the plan says so.",
     "algorithm.adv_max": "Advantages are clamped to ± this.",
     "algorithm.kl_form": "KL to the reference, if `actor.use_kl_loss` is set: of the `transition`, or the squared "
     "difference of the `velocity`.",
@@ -81,11 +82,20 @@ DIGEN = {
     "ema.validate": "Validate with the averaged weights. Needs `ema.enable`.",
     "gap.enable": "Train a group as soon as it is complete and scored, while others are generated. Off: the whole step "
     "is generated and scored first (one-shot).",
-    "gap.fragment_size": "Samples that are generated, scored and handed on at once; null takes `rollout.n`. Refused "
-    "with `gap.enable=false`.",
+    "gap.fragment_size": "Most samples that are generated and scored at once: whole groups, or equal parts of one; "
+    "null takes `rollout.n`. Refused with `gap.enable=false`.",
     "tsp.enable": "A tile may span several transitions of a sample. Off: a tile holds samples at one transition.",
     "tsp.max_cells": "Most cells (sample × transition) in one forward and backward; null sets no limit. Read "
-    "with TSP off too.",
+    "with TSP off too. A tile that does not fit into memory is cut and run again when the Trainer has one rank.",
+    "tsp.auto": "Search for the number of cells while training: from 1, doubled until a doubling gains less than 3 % "
+    "or no longer fits; `max_cells` stays the limit. The size depends on measured times, so a resumed run is no longer "
+    "equal bit for bit.",
+    "tsp.memory_fraction": "Share of the device's memory that a tile may fill during the search. Refused with "
+    "`auto=false`.",
+    "tsp.reduce": "Gradients are reduced over the ranks once per `transaction`, and are whole on every rank until "
+    "then; or after every `tile`, which needs less memory and more communication.",
+    "trace.every": "Write the timeline (JSON for Perfetto, PNG) and the measured costs of every so many steps to "
+    "`traces/` of `trainer.default_local_dir`; 0 writes none.",
     "failure.max_retries": "Attempts after the first one, for a fragment and for scoring it, before the step fails.",
     "failure.generate_timeout_s": "Deadline of a fragment in a replica.",
     "failure.reward_timeout_s": "Deadline of scoring a fragment.",

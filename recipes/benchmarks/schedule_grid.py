@@ -26,7 +26,7 @@ from verl_digen.schedule.work import Pools, Replica, Schedule, TrainerPool, Work
 WORKLOADS = Path(__file__).resolve().parents[1] / "workloads"
 MODELS = ("hunyuanvideo-13b", "wan2.1-14b", "flux.1-12b", "qwen-image-20b")
 BEDS = ("A", "B", "C", "A+C")
-POLICIES = ("none", "greedy", "bts", "steps")
+POLICIES = ("none", "fixed", "greedy", "bts", "steps")
 RATIOS = (0.0, 0.5, 1.0)
 STEPS = 64
 PAPER = {"hunyuanvideo-13b": (1.52, 1.84, 2.14, 3.05, 3.34), "wan2.1-14b": (1.58, 1.70, 2.10, 2.79, 2.85)}

@@ -137,7 +137,8 @@ def one_rank(tmp_path):
 def test_the_gradient_is_that_of_a_transaction(compose, one_rank, overrides):
     """Same trajectories and advantages: gradients of the two writings agree to 1e-9 in float64."""
     from verl_digen.diffusion.losses import FlowGRPOConfig
-    from verl_digen.engine.tiles import count_tiles
+    from verl_digen.engine.tiles import cells_of_rank
+    from verl_digen.engine.tilesize import TileSize
     from verl_digen.engine.transaction import StepRule, Transaction
     from verl_digen.models.family import Guidance
 
@@ -155,14 +156,17 @@ def test_the_gradient_is_that_of_a_transaction(compose, one_rank, overrides):
         guidance=Guidance(),
         loss="flow_grpo",
         loss_config=FlowGRPOConfig(clip_low=spec.clip_low, clip_high=spec.clip_high, adv_max=spec.adv_max),
-        max_cells=None,
         tsp=False,
+        reduce="transaction",
         num_steps=spec.num_steps,
     )
     rows = list(_sample_rows(spec, rollout, advantages))
-    transitions = [len(row.starts) for row in rows]
-    transaction = Transaction(_Engine(loop, spec.model), rule, planned_cells=sum(transitions), on_policy=True)
-    transaction.accumulate(rows, num_tiles=count_tiles(transitions, max_cells=None, tsp=False), last=True)
+    transitions = len(rows[0].starts)
+    cells = len(rows) * transitions
+    size = TileSize(max_cells=None, auto=False, memory_fraction=0.9, device=torch.device("cpu"))
+    transaction = Transaction(_Engine(loop, spec.model), rule, size, planned_cells=cells, on_policy=True)
+    tiles = cells_of_rank(len(rows), transitions, rank=0, ranks=1, max_cells=cells, tsp=False)
+    transaction.accumulate(rows, tiles, idle_row=rows[0], last=True)
     theirs = torch.cat([p.grad.flatten() for p in loop.model.parameters() if p.grad is not None])
     assert own.shape == theirs.shape
     assert float((own - theirs).norm() / theirs.norm()) < 1e-9

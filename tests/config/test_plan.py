@@ -15,6 +15,11 @@ from safetensors.torch import load_file
 from verl_digen.config.model import DiffusionModelConfig
 from verl_digen.config.plan import resolve_plan, transformer_size
 
+GLOBAL_WITH_KL = [
+    "trainer.v1.digen.gap.enable=true",
+    "trainer.v1.digen.algorithm.norm=global",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+]
 DISAGGREGATED = ["trainer.v1.digen.placement=disaggregated", "actor_rollout_ref.rollout.nnodes=1"]
 D = "trainer.v1.digen"
 
@@ -57,8 +62,11 @@ def test_parameters_are_those_of_the_model_itself(plan, digits_dir):
         ([f"{D}.sampling.batch_size=7000"], {"fragment_size": 160}),
         ([f"{D}.gap.enable=true"], {"one_shot": False, "fragment_size": 16}),
         ([f"{D}.gap.enable=true", f"{D}.gap.fragment_size=3"], {"fragment_size": 3}),
+        ([f"{D}.gap.enable=true", f"{D}.gap.fragment_size=15"], {"fragment_size": 8}),  # half a group of 16
+        ([f"{D}.gap.enable=true", f"{D}.gap.fragment_size=40"], {"fragment_size": 32}),
         ([f"{D}.preset=digen"], {"one_shot": False}),
-        ([f"{D}.gap.enable=true", f"{D}.algorithm.norm=global"], {"one_shot": True}),
+        ([f"{D}.gap.enable=true", f"{D}.algorithm.norm=global"], {"one_shot": False}),
+        (GLOBAL_WITH_KL, {"one_shot": True}),
         ([f"{D}.sampling.selection.kind=window", f"{D}.sampling.selection.window_size=2"], {"transitions": 2}),
         ([f"{D}.sampling.selection.kind=fraction", f"{D}.sampling.selection.fraction=0.5"], {"transitions": 4}),
         (["actor_rollout_ref.actor.use_kl_loss=true"], {"kl_beta": 0.04, "with_reference": True}),
@@ -86,7 +94,8 @@ def test_rows_tell_the_plan(plan):
     )
     assert "rollout log-probs" in text("actor_rollout_ref.actor.ppo_epochs=2")["anchor of the ratio"]
     assert text("actor_rollout_ref.model.lora_rank=4")["fine-tuning"] == "LoRA rank 4"
-    assert "falls back to one-shot" in text(f"{D}.gap.enable=true", f"{D}.algorithm.norm=global")["note"]
+    assert "falls back to one-shot" in text(*GLOBAL_WITH_KL)["note"]
+    assert "searched for within 50%" in text(f"{D}.tsp.auto=true", f"{D}.tsp.memory_fraction=0.5")["tile"]
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------

@@ -53,17 +53,41 @@ def cluster(digits_dir):
     ray.shutdown()
 
 
-@pytest.fixture
-def launch(cluster, digits_dir, tmp_path):
-    """``launch(*overrides)`` starts a small run; all runs of a test are torn down after it."""
+def _launcher(digits_dir: Path, folder: Path):
     runs: list[Run] = []
 
     def start(*overrides: str, name: str | None = None, steps: int = 3) -> Run:
-        folder = tmp_path / (name or f"run{len(runs)}")
-        run = Run(compose(digits_dir, folder, [*SMALL, f"trainer.total_training_steps={steps}", *overrides]))
-        runs.append(run)
-        return run.start()
+        options = [*SMALL, f"trainer.total_training_steps={steps}", *overrides]
+        runs.append(Run(digits_dir, folder / (name or f"run{len(runs)}"), options))
+        return runs[-1].start()
 
+    return start, runs
+
+
+@pytest.fixture
+def launch(cluster, digits_dir, tmp_path):
+    """``launch(*overrides)`` starts a small run; all runs of a test are torn down after it."""
+    start, runs = _launcher(digits_dir, tmp_path)
     yield start
     for run in runs:
         run.close()
+
+
+@pytest.fixture(scope="module")
+def processes(cluster, digits_dir, tmp_path_factory):
+    """``processes(name, *overrides)``: the running set of that name, started if it is not the one at hand.
+
+    One set is kept at a time. ``processes(None)`` ends it; call it when a test has left the set in an unknown state.
+    """
+    start, _ = _launcher(digits_dir, tmp_path_factory.mktemp("processes"))
+    at_hand: dict[str, Run] = {}
+
+    def get(name: str | None, *overrides: str, **options) -> Run | None:
+        for other in [other for other in at_hand if other != name]:
+            at_hand.pop(other).close()
+        if name is not None and name not in at_hand:
+            at_hand[name] = start(*overrides, name="".join(c if c.isalnum() else "_" for c in name), **options)
+        return at_hand.get(name)
+
+    yield get
+    get(None)

@@ -1,10 +1,12 @@
 """Runs of the real trainer on a shared Ray cluster: what ``TaskRunnerV1.run`` does, in the test's own process.
 
-Every run has its own worker processes; the cluster and the TransferQueue are started once per test session.
+The cluster and the TransferQueue are started once per test session. Starting a worker process costs seconds of a core,
+so one set of processes runs many variants: :meth:`Run.again` gives it other options and the initial weights.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from dataclasses import dataclass, field
@@ -13,7 +15,9 @@ from pathlib import Path
 import ray
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
-from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+from verl_digen.config.plan import resolve_plan
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -70,16 +74,58 @@ def compose(digits_dir: Path, run_dir: Path, overrides: list[str]) -> DictConfig
     return config
 
 
+def _remember_start(worker) -> None:
+    """On a training worker: keep what :func:`_reset` needs."""
+    engine = worker.engine
+    worker._start_of_test = (
+        [p.detach().clone() for p in engine.trainable_parameters()],
+        copy.deepcopy(engine.lr_scheduler.state_dict()),
+        [group["lr"] for group in engine.optimizer.param_groups],
+    )
+
+
+def _reset(worker, rule, digen) -> None:
+    """On a training worker: the initial weights, a new optimizer state and other options."""
+    engine = worker.engine
+    weights, schedule, rates = worker._start_of_test
+    with torch.no_grad():
+        for parameter, weight in zip(engine.trainable_parameters(), weights, strict=True):
+            parameter.copy_(weight)
+    engine.optimizer.state.clear()
+    engine.lr_scheduler.load_state_dict(copy.deepcopy(schedule))
+    for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    worker.rule, worker.digen = rule, digen
+    worker.transaction = None
+
+
+def _whole_weights(worker) -> dict[str, torch.Tensor]:
+    """On a training worker: every trained tensor; all ranks gather together."""
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in worker.engine.named_trainable()
+    }
+
+
+def _configure_sampler(worker, digen) -> None:
+    worker.sampler.digen = digen
+
+
 @dataclass
 class Run:
     """A trainer and its manager, torn down by :meth:`close`."""
 
-    config: DictConfig
+    digits_dir: Path
+    folder: Path
+    overrides: list[str]
+    config: DictConfig = None
     trainer: object = None
     manager: object = None
     log: list[dict] = field(default_factory=list)
+    variants: int = 0
 
     def start(self) -> Run:
+        self.config = compose(self.digits_dir, self.folder, self.overrides)
         from verl.trainer.ppo.v1 import get_trainer_cls
         from verl.utils.import_utils import load_class_from_fqn
 
@@ -92,6 +138,42 @@ class Run:
             teacher_client=self.trainer.get_teacher_client(),
             reward_loop_worker_handles=self.trainer.get_reward_handles(),
         )
+        ray.get([w.__ray_call__.remote(_remember_start) for w in self.trainer.actor_rollout_wg.workers])
+        return self
+
+    def again(self, *overrides: str) -> Run:
+        """The same processes from the initial weights, with other options that need no other processes."""
+        trainer, old = self.trainer, self.trainer.plan
+        self.variants += 1
+        folder = self.folder.with_name(f"{self.folder.name}_{self.variants}")
+        self.config = trainer.config = compose(self.digits_dir, folder, [*self.overrides, *overrides])
+        trainer.plan = plan = resolve_plan(self.config)
+        for name in ("trainer_ranks", "replicas", "lora_rank", "seed"):
+            assert getattr(plan, name) == getattr(old, name), f"{name} needs processes of its own"
+        trainer._init_dataloader()
+        trainer._check_model()
+        trainer.global_steps = 0
+        ranks = trainer.actor_rollout_wg.workers
+        ray.get([w.__ray_call__.remote(_reset, trainer.step_rule(), plan.digen) for w in ranks])
+        ray.get([r.workers[0].__ray_call__.remote(_configure_sampler, plan.digen) for r in trainer.replicas])
+        self.manager.digen, self.manager.group_size = plan.digen, plan.n
+        self.manager.pool.expected = trainer.expected_sampling
+        self.manager.__dict__.pop("next_group", None)
+        trainer.on_init_end()  # publishes the weights
+        return self
+
+    def order_groups(self, order) -> Run:
+        """Hold the groups of a step back until all are there, and hand them on as ``order(list)`` says."""
+        receive, held = self.manager.next_group, []
+
+        def next_group(timeout_s: float):
+            if not held:
+                arrived = [receive(timeout_s) for _ in range(self.trainer.plan.prompts)]
+                place = {g.uid: i for i, g in enumerate(self.trainer._groups_of_step(self.trainer.global_steps))}
+                held.extend(order(sorted(arrived, key=lambda result: place[result.group.uid])))
+            return held.pop(0)
+
+        self.manager.next_group = next_group
         return self
 
     def fit(self) -> Run:
@@ -109,10 +191,7 @@ class Run:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The trained weights, whole, in the master dtype."""
-        target = Path(self.config.trainer.default_local_dir) / f"weights_{self.trainer.global_steps}"
-        ray.get([w.save_checkpoint.remote(str(target)) for w in self.trainer.actor_rollout_wg.workers])
-        lora = target / "lora.safetensors"
-        return load_file(lora if lora.exists() else target / "transformer" / "diffusion_pytorch_model.safetensors")
+        return ray.get([w.__ray_call__.remote(_whole_weights) for w in self.trainer.actor_rollout_wg.workers])[0]
 
     def close(self) -> None:
         """End the processes of this run and free its placement groups."""

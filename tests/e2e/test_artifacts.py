@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
-from tests.e2e.harness import disaggregated
+from tests.e2e.harness import RECIPES, disaggregated
+from verl_digen.bench.emulated import overrides_of, scaled, write_data
+from verl_digen.bench.predict import read_measured
+from verl_digen.schedule.catalog import read_case
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -44,6 +49,7 @@ def test_everything_on_at_once(launch, tmp_path, monkeypatch):
         "trainer.logger=[file,tensorboard]",
         "trainer.val_before_train=true",
         "trainer.test_freq=2",
+        "trainer.v1.digen.trace.every=2",
         steps=2,
     ).fit()
     steps = run.steps()
@@ -54,6 +60,7 @@ def test_everything_on_at_once(launch, tmp_path, monkeypatch):
         assert step["actor/ratio_max_dev"] == 0.0
         assert step["actor/cells"] == 3 * 4 * 3  # floor(0.6 x 5) transitions of 12 samples
         assert step["sync/changed"] == 1.0
+        assert sum(value for name, value in step.items() if name.startswith("bubble/")) > 0
         # bf16 on both sides: the same kernel on the same velocities up to the batch geometry
         assert step["actor/log_prob_gap_max"] < 0.05
     validations_logged = [row["data"] for row in run.log if any(k.startswith("val-core/") for k in row["data"])]
@@ -73,3 +80,34 @@ def test_everything_on_at_once(launch, tmp_path, monkeypatch):
     assert any(board.rglob("events.out.tfevents.*"))
     # after the validation with averaged weights the replicas hold the trained ones again
     assert not run.trainer.checkpoint_manager._averaged
+
+    # the timeline of the second step: every phase, and what was waited for
+    traces = Path(folder) / "traces"
+    assert sorted(path.name for path in traces.iterdir()) == ["costs.yaml", "step_00002.json", "step_00002.png"]
+    events = json.loads((traces / "step_00002.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert names >= {"generate", "decode", "score", "assemble", "fetch", "train", "commit", "publish"}
+    assert any(event.get("cat") == "bubble" for event in events)
+    assert all(-0.1 < event["ts"] / 1e6 < steps[1]["timing_s/step"] + 1 for event in events if event["ph"] == "X")
+    case = read_case(yaml.safe_load((traces / "costs.yaml").read_text()))
+    assert case.costs.denoise_s > 0 and case.costs.train_cell_s > 0 and case.costs.publish_s > 0
+
+
+def test_emulated_devices_run_the_real_control_plane(launch, tmp_path):
+    """2 + 2 devices that only take times: samples, rewards, tiles, reductions and publishes are real."""
+    file = RECIPES / "workloads" / "wan2.2-5b.yaml"
+    case = scaled(read_case(yaml.safe_load(file.read_text())), scale=1000.0, groups=8)
+    data = write_data(case, tmp_path / "emulated")
+    run = launch(
+        *disaggregated(2),
+        *overrides_of(case, data, 2, 2, cells=4),
+        "trainer.v1.digen.preset=digen",
+        "trainer.v1.digen.trace.every=2",
+        steps=2,
+    ).fit()
+    assert [step["actor/cells"] for step in run.steps()] == [8 * 8 * 2] * 2
+    assert all(step["sync/changed"] == 1.0 and step["actor/grad_norm"] > 0 for step in run.steps())
+    measured = read_measured([Path(run.config.trainer.default_local_dir) / "traces" / "costs.yaml"]).profile()
+    # a pretended device is never faster than its costs
+    assert measured.denoise_fixed_s + measured.denoise_s * 8 >= 0.99 * 8 * case.costs.denoise_s
+    assert measured.train_cell_s * 4 + measured.tile_fixed_s >= 0.99 * 4 * case.costs.train_cell_s

@@ -14,7 +14,6 @@ from tests.e2e.harness import FLOAT64, disaggregated, relative_difference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-KEEP = ["actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"]
 FRAGMENTS = "trainer.v1.digen.sampling.batch_size=2"
 
 REWARD = """
@@ -31,11 +30,6 @@ def judge(**_):
 """
 
 
-@pytest.fixture(scope="module")
-def undisturbed():
-    return {}
-
-
 def disturb(pid: int, sent: signal.Signals, ready, seconds: float = 60.0) -> threading.Thread:
     """Send a signal to ``pid`` as soon as ``ready()`` is true."""
 
@@ -50,36 +44,54 @@ def disturb(pid: int, sent: signal.Signals, ready, seconds: float = 60.0) -> thr
     return thread
 
 
+@pytest.fixture
+def pair(processes):
+    """Two replicas, a Trainer rank and a reward worker, and the weights that two undisturbed steps give.
+
+    A test that fails ends the set, because it may have left it in any state.
+    """
+    run = processes("pair", *FLOAT64, *disaggregated(2), steps=2)
+    if not hasattr(run, "undisturbed"):
+        run.again(FRAGMENTS).fit()
+        run.undisturbed = run.weights()
+    whole = []
+    yield run, lambda: whole.append(True)
+    if not whole:
+        processes(None)
+
+
 @pytest.mark.parametrize(
-    "victim", ["replica", "reward worker", "replica while streaming", "replica that hangs", "replica at publish"]
+    "victim", ["replica", "reward worker", "replica while streaming", "replica at publish", "replica that hangs"]
 )
-def test_a_process_that_dies_or_hangs_changes_nothing(launch, undisturbed, victim):
-    options = [*FLOAT64, *KEEP, *disaggregated(2), FRAGMENTS]
-    if not undisturbed:
-        run = launch(*options, steps=2).fit()
-        undisturbed["weights"] = run.weights()
-        run.close()
+def test_a_process_that_dies_or_hangs_changes_nothing(pair, victim):
+    run, passed = pair
+    options = [FRAGMENTS]
     if victim.endswith("streaming"):
-        options = [*options[:-1], "trainer.v1.digen.gap.enable=true", "trainer.v1.digen.gap.fragment_size=2"]
+        options = ["trainer.v1.digen.preset=digen", "trainer.v1.digen.gap.fragment_size=2"]
     if victim.endswith("hangs"):
-        options = [*options, "trainer.v1.digen.failure.generate_timeout_s=20"]
-    run = launch(*options, steps=2)
+        options = [FRAGMENTS, "trainer.v1.digen.failure.generate_timeout_s=10"]
+    run.again(*options)
     if victim == "reward worker":
         pid = ray.get(run.trainer.reward_loop_manager.reward_loop_workers[0].pid.remote())
     else:
         pid = ray.get(run.trainer.replicas[1].workers[0].ping.remote())["pid"]
     sent = signal.SIGSTOP if victim.endswith("hangs") else signal.SIGKILL
     if victim.endswith("publish"):
-        publish = run.trainer.on_step_end
-        run.trainer.on_step_end = lambda: (run.trainer.global_steps == 1 and os.kill(pid, sent), publish())
+        run.trainer.on_step_end = lambda: (
+            run.trainer.global_steps == 1 and os.kill(pid, sent),
+            type(run.trainer).on_step_end(run.trainer),
+        )
         run.fit()
+        del run.trainer.on_step_end
     else:
         thread = disturb(pid, sent, lambda: run.manager.in_flight > 0)
         run.fit()
         thread.join()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    assert relative_difference(undisturbed["weights"], run.weights()) <= 1e-9
+    assert len(run.steps()) == 2
+    assert relative_difference(run.undisturbed, run.weights()) <= 1e-9
+    passed()
 
 
 def test_a_bad_reward_ends_the_run_and_is_named(launch, tmp_path):

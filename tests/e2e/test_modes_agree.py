@@ -1,4 +1,4 @@
-"""I2: placement, pool sizes and the order of work do not change the mathematics.
+"""I2: placement, pool sizes, fragments, tiles and the order of arrival do not change the mathematics.
 
 In float64 the weights after 3 AdamW steps agree to 1e-9 (relative). What is not covered: other devices than the CPU.
 """
@@ -11,53 +11,76 @@ from tests.e2e.harness import FLOAT64, disaggregated, relative_difference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-KEEP = ["actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"]
 TOLERANCE = 1e-9
-STREAMING = ["trainer.v1.digen.gap.enable=true", "trainer.v1.digen.tsp.enable=true"]
+GAP = "trainer.v1.digen.gap.enable=true"
+TSP = "trainer.v1.digen.tsp.enable=true"
+FRAGMENT = "trainer.v1.digen.gap.fragment_size="
+CELLS = "trainer.v1.digen.tsp.max_cells="
 
-FAMILIES = {
-    "full": [],
-    "lora-kl": [
+# A reference module is there from the start, so that the KL can be switched on and off between runs.
+KL_OFF = "actor_rollout_ref.actor.kl_loss_coef=0.0"
+TUNING = {
+    "full": ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.5"],
+    "lora": [
         "actor_rollout_ref.model.lora_rank=4",
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.actor.kl_loss_coef=0.5",
     ],
-    "full-kl-window": [
-        "actor_rollout_ref.actor.use_kl_loss=true",
-        "actor_rollout_ref.actor.kl_loss_coef=0.5",
+}
+# What is trained, and how; each has a reference of its own: colocated, one rank, one-shot.
+CASES = {
+    "plain": [KL_OFF],
+    "kl, window": [
         "trainer.v1.digen.sampling.selection.kind=window",
         "trainer.v1.digen.sampling.selection.window_size=2",
     ],
-    "two-batches-cfg": [
+    "two logical batches, cfg": [
+        KL_OFF,
         "data.train_batch_size=4",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "trainer.v1.digen.sampling.guidance_scale=2.0",
     ],
+    "5 groups of 3, kl": ["data.train_batch_size=5", "actor_rollout_ref.rollout.n=3"],
+    "global norm": [KL_OFF, "trainer.v1.digen.algorithm.norm=global"],
+    "global norm, clamped": [
+        KL_OFF,
+        "trainer.v1.digen.algorithm.norm=global",
+        "trainer.v1.digen.algorithm.adv_max=0.5",
+    ],
 }
-# name -> overrides; 12 or 16 samples do not divide evenly over 3 replicas x 5 samples, nor over all tile sizes
-MODES = {
+SETS = {
+    "colocated": [],
+    "2 ranks, 3 replicas": [*disaggregated(3), "trainer.n_gpus_per_node=2"],
     "disaggregated": disaggregated(),
-    "3 replicas, fragments of 5": [*disaggregated(3), "trainer.v1.digen.sampling.batch_size=5"],
-    "2 trainer ranks, 3 cells a tile": [
-        *disaggregated(),
-        "trainer.n_gpus_per_node=2",
-        "trainer.v1.digen.tsp.max_cells=3",
-    ],
-    "gap + tsp, 2 ranks, 2 replicas": [
-        *disaggregated(2),
-        *STREAMING,
-        "trainer.n_gpus_per_node=2",
-        "trainer.v1.digen.gap.fragment_size=3",
-        "trainer.v1.digen.tsp.max_cells=5",
-    ],
 }
-# every mode for full fine-tuning; for the other families those that differ most from the reference
+# name -> (options, order of arrival); 12 or 15 samples do not divide evenly over replicas, ranks, fragments or tiles
+ONE_SHOT = {
+    "one-shot": ([], None),
+    "one-shot, fragments of 5, 3 cells": (["trainer.v1.digen.sampling.batch_size=5", f"{CELLS}3"], None),
+}
+STREAMING = {
+    "gap": ([GAP, f"{FRAGMENT}3"], None),
+    "gap, in order": ([GAP], lambda groups: groups),
+    "gap, backwards": ([GAP], lambda groups: groups[::-1]),
+    "gap, rotated": ([GAP, f"{FRAGMENT}7"], lambda groups: groups[1:] + groups[:1]),
+    "gap + tsp, 1 cell": ([GAP, TSP, f"{CELLS}1"], None),
+    "gap + tsp, 3 cells, backwards": ([GAP, TSP, f"{CELLS}3"], lambda groups: groups[::-1]),
+    "gap + tsp, all cells": ([GAP, TSP, f"{FRAGMENT}3"], None),
+    "gap + tsp, a reduction per tile": ([GAP, TSP, f"{CELLS}5", "trainer.v1.digen.tsp.reduce=tile"], None),
+}
+MODES = ONE_SHOT | STREAMING
+STREAMED = "gap + tsp, 3 cells, backwards"
+
+# in an order that starts each set of processes once; the first set computes the references
 COMBINATIONS = [
-    *(("full", mode) for mode in MODES),
-    ("lora-kl", "3 replicas, fragments of 5"),
-    ("lora-kl", "gap + tsp, 2 ranks, 2 replicas"),
-    ("full-kl-window", "gap + tsp, 2 ranks, 2 replicas"),
-    ("two-batches-cfg", "gap + tsp, 2 ranks, 2 replicas"),
+    ("full", "colocated", "plain", "one-shot"),
+    *(("full", "colocated", case, "gap + tsp, all cells") for case in CASES),
+    *(("full", "2 ranks, 3 replicas", "plain", mode) for mode in MODES),
+    *(("full", "2 ranks, 3 replicas", case, STREAMED) for case in list(CASES)[1:]),
+    *(("full", "disaggregated", "plain", mode) for mode in ("one-shot", "gap")),
+    ("lora", "colocated", "kl, window", "one-shot, fragments of 5, 3 cells"),
+    ("lora", "colocated", "plain", "gap"),
+    *(("lora", "2 ranks, 3 replicas", case, STREAMED) for case in ("plain", "kl, window")),
 ]
 
 
@@ -71,20 +94,42 @@ def noise_of(run) -> dict:
     return {(s.uid, s.j): s.noise_hash for s in run.trainer.outcome.samples}
 
 
-@pytest.mark.parametrize(("family", "mode"), COMBINATIONS)
-def test_weights_after_three_steps(launch, references, family, mode):
-    if family not in references:
-        run = launch(*FLOAT64, *KEEP, *FAMILIES[family], name="reference").fit()
-        references[family] = (run.weights(), [s["reward/mean"] for s in run.steps()], noise_of(run))
-        run.close()
-    reference, rewards, noise = references[family]
-    run = launch(*FLOAT64, *KEEP, *FAMILIES[family], *MODES[mode]).fit()
+def reference_of(processes, references, tuning: str, case: str):
+    """(weights, mean rewards, noise) of the reference path."""
+    if (tuning, case) not in references:
+        run = processes(f"{tuning} colocated", *FLOAT64, *TUNING[tuning])
+        run.again(*CASES[case]).fit()
+        references[tuning, case] = (run.weights(), [s["reward/mean"] for s in run.steps()], noise_of(run))
+    return references[tuning, case]
+
+
+@pytest.mark.parametrize(("tuning", "placed", "case", "mode"), COMBINATIONS)
+def test_weights_after_three_steps(processes, references, tuning, placed, case, mode):
+    reference, rewards, noise = reference_of(processes, references, tuning, case)
+    options, order = MODES[mode]
+    run = processes(f"{tuning} {placed}", *FLOAT64, *TUNING[tuning], *SETS[placed])
+    run.again(*CASES[case], *options)
+    if order is not None:
+        run.order_groups(order)
+    run.fit()
+    steps = run.steps()
+    assert len(steps) == 3
     difference = relative_difference(reference, run.weights())
-    assert difference <= TOLERANCE, f"{family}, {mode}: relative difference {difference:.2e}"
+    assert difference <= TOLERANCE, f"{tuning}, {placed}, {case}, {mode}: relative difference {difference:.2e}"
     assert noise_of(run) == noise  # I1: a sample is the same sample wherever it was generated
-    assert [s["reward/mean"] for s in run.steps()] == pytest.approx(rewards, rel=1e-9)
-    for step in run.steps():
+    assert [s["reward/mean"] for s in steps] == pytest.approx(rewards, rel=1e-9)
+    for step in steps:
         assert step["staleness/max"] == 0
         if run.trainer.plan.on_policy:  # the second of two logical batches meets weights that have moved
             assert step["actor/log_prob_gap_max"] <= 1e-9
             assert step["actor/ratio_max_dev"] == 0.0
+
+
+def test_the_references_differ(references):
+    """What the cases vary is in the result: no two references agree."""
+    assert len(references) >= len(CASES)
+    known = [(key, value[0]) for key, value in references.items()]
+    for i, (key, weights) in enumerate(known):
+        for other, others in known[:i]:
+            if weights.keys() == others.keys():
+                assert relative_difference(weights, others) > 1e-6, (key, other)

@@ -40,7 +40,7 @@ def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def straight():
-    """Log and checkpoints of the run that nobody stops."""
+    """Checkpoints of the run that nobody stops."""
     return {}
 
 
@@ -48,12 +48,12 @@ def exported(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(folder / f"global_step_{step}" / "actor" / "transformer" / "diffusion_pytorch_model.safetensors")
 
 
-def start_process(digits_dir: Path, folder: Path) -> subprocess.Popen:
+def start_process(digits_dir: Path, folder: Path, *overrides: str) -> subprocess.Popen:
     """The run as a user starts it, on a Ray cluster of its own."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(folder / "log.jsonl"), "PYTHONUNBUFFERED": "1"}
     environment.pop("RAY_ADDRESS", None)
-    with open(folder / "output.txt", "w") as output:
+    with open(folder / "output.txt", "a") as output:
         return subprocess.Popen(
             [
                 *(sys.executable, "-m", "verl.trainer.main_ppo"),
@@ -63,6 +63,7 @@ def start_process(digits_dir: Path, folder: Path) -> subprocess.Popen:
                 *SMALL,
                 *OPTIONS,
                 HORIZON,
+                *overrides,
             ],
             env=environment,
             cwd=folder,
@@ -90,44 +91,43 @@ def family_tree(process: subprocess.Popen) -> list[psutil.Process]:
     return [root, *root.children(recursive=True)]
 
 
-@pytest.mark.parametrize("how", ["finished", "SIGINT", "SIGKILL"])
-def test_stopped_and_resumed_equals_straight(launch, digits_dir, tmp_path_factory, tmp_path, straight, how):
-    if not straight:
-        run = launch(*OPTIONS, HORIZON, name="straight")
-        run.trainer.total_training_steps = STRAIGHT
-        run.fit()
-        straight["log"] = {s["training/global_step"]: s for s in run.steps()}
-        kept = tmp_path_factory.mktemp("straight")
-        shutil.copytree(run.config.trainer.default_local_dir, kept, dirs_exist_ok=True)
-        straight["folder"] = kept
-        run.close()
+def test_stopped_twice_and_resumed_twice_equals_straight(launch, digits_dir, tmp_path_factory, tmp_path, straight):
+    """SIGINT after the second step; resumed, SIGKILL two steps later; resumed again, in this process."""
+    run = launch(*OPTIONS, HORIZON, name="straight")
+    run.trainer.total_training_steps = STRAIGHT
+    run.fit()
+    known = {s["training/global_step"]: s for s in run.steps()}
+    kept = tmp_path_factory.mktemp("straight")
+    shutil.copytree(run.config.trainer.default_local_dir, kept, dirs_exist_ok=True)
+    straight["folder"] = kept
+    run.close()
 
     folder = tmp_path / "stopped"
-    if how == "finished":
-        run = launch(*OPTIONS, HORIZON, name="stopped")
-        run.trainer.total_training_steps = 2
-        run.fit()
-        run.close()
-    else:
-        stop_process(start_process(digits_dir, folder), folder, how)
+    stop_process(start_process(digits_dir, folder), folder, "SIGINT", 2)
+    saved = max(int(path.name.rpartition("_")[2]) for path in folder.glob("global_step_*"))
+    os.rename(folder / "log.jsonl", folder / "log_1.jsonl")
+    stop_process(start_process(digits_dir, folder, "trainer.resume_mode=auto"), folder, "SIGKILL", saved + 2)
+    middle = [json.loads(line)["data"] for line in (folder / "log.jsonl").read_text().splitlines()]
+    middle = [row for row in middle if "training/global_step" in row]
+    assert middle[0]["training/global_step"] == saved + 1  # nothing was done twice, nothing left out
 
     run = launch(*OPTIONS, HORIZON, "trainer.resume_mode=auto", name="stopped")
     resumed_at = run.trainer.global_steps
     last = resumed_at + MORE
-    assert resumed_at >= 2 and last <= STRAIGHT
+    assert resumed_at >= saved + 2 and last <= STRAIGHT
     run.trainer.total_training_steps = last
     run.fit()
-    for step in run.steps():
-        known = straight["log"][step["training/global_step"]]
-        for name in ("reward/mean", "actor/grad_norm", "actor/lr"):
-            assert step[name] == known[name], (how, step["training/global_step"], name)
     assert [s["training/global_step"] for s in run.steps()] == list(range(resumed_at + 1, last + 1))
-    assert same_bits(exported(folder, last), exported(straight["folder"], last)), f"{how}: weights differ at {last}"
+    for step in [*middle, *run.steps()]:
+        number = step["training/global_step"]
+        for name in ("reward/mean", "actor/grad_norm", "actor/lr"):
+            assert step[name] == known[number][name], (number, name)
+    assert same_bits(exported(folder, last), exported(straight["folder"], last)), f"weights differ at {last}"
 
 
-def stop_process(process: subprocess.Popen, folder: Path, how: str) -> None:
-    """Stop a run after its second step, and see that nothing of it is left running."""
-    wait_for_step(process, folder, 2)
+def stop_process(process: subprocess.Popen, folder: Path, how: str, step: int) -> None:
+    """Stop a run after a step, and see that nothing of it is left running."""
+    wait_for_step(process, folder, step)
     members = family_tree(process)
     if how == "SIGINT":
         process.send_signal(signal.SIGINT)

@@ -7,12 +7,14 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from verl_digen.config.digen import DigenConfig, SamplingConfig
 from verl_digen.config.model import DiffusionModelConfig
 from verl_digen.diffusion.losses import FlowGRPOConfig
 from verl_digen.engine.diffusers_fsdp import DiffusersFSDPEngine
-from verl_digen.engine.tiles import SampleRow, count_tiles
+from verl_digen.engine.tiles import SampleRow, cells_of_rank
+from verl_digen.engine.tilesize import TileSize
 from verl_digen.engine.transaction import StepRule, Transaction
 from verl_digen.models.digits import ASSETS
 from verl_digen.models.family import Guidance
@@ -110,25 +112,44 @@ def rule(**changes) -> StepRule:
         guidance=Guidance(),
         loss="flow_grpo",
         loss_config=FlowGRPOConfig(**loss),
-        max_cells=None,
         tsp=True,
+        reduce="transaction",
         num_steps=STEPS,
     )
     return replace(base, **changes)
 
 
-def open_transaction(engine, step_rule: StepRule, *, cells: int = 8, on_policy: bool = True) -> Transaction:
+def tile_size(max_cells: int | None = None, **options) -> TileSize:
+    options = {"auto": False, "memory_fraction": 0.9, **options}
+    return TileSize(max_cells=max_cells, device=torch.device("cpu"), **options)
+
+
+def open_transaction(
+    engine, step_rule: StepRule, size: TileSize | None = None, *, cells: int = 8, **options
+) -> Transaction:
     engine.module.train()
-    return Transaction(engine, step_rule, planned_cells=cells, on_policy=on_policy)
+    return Transaction(engine, step_rule, size or tile_size(), planned_cells=cells, **{"on_policy": True, **options})
 
 
 def accumulate(transaction: Transaction, rows, *, idle: int = 0, last: bool = False) -> None:
-    tiles = count_tiles([len(r.starts) for r in rows], max_cells=transaction.rule.max_cells, tsp=transaction.rule.tsp)
-    transaction.accumulate(list(rows), num_tiles=tiles + idle, last=last)
+    """As the only rank, and with ``idle`` empty tiles at the end."""
+    rows = list(rows)
+    tiles = cells_of_rank(
+        len(rows),
+        len(rows[0].starts),
+        rank=0,
+        ranks=1,
+        max_cells=transaction.tile_size.cells,
+        tsp=transaction.rule.tsp,
+    )
+    transaction.accumulate(rows, tiles + [[]] * idle, idle_row=rows[0], last=last)
 
 
 def gradients(engine) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in engine.named_trainable()}
+    return {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone()
+        for name, p in engine.named_trainable()
+    }
 
 
 def snapshot(engine) -> dict[str, torch.Tensor]:

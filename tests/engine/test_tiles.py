@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_digen.engine.tiles import SampleRow, count_tiles, gather_tile, plan_tiles
+from verl_digen.engine.tiles import SampleRow, cells_of_rank, gather_tile
 
 quick = settings(deadline=None, max_examples=100)
-transition_counts = st.lists(st.integers(0, 6), max_size=12)
-limits = st.none() | st.integers(1, 20)
 
 
 @quick
-@given(transitions=transition_counts, max_cells=limits, tsp=st.booleans())
-def test_every_cell_exactly_once(transitions, max_cells, tsp):
-    tiles = plan_tiles(transitions, max_cells=max_cells, tsp=tsp)
-    cells = Counter(cell for tile in tiles for cell in tile)
-    assert cells == Counter((s, k) for s, count in enumerate(transitions) for k in range(count))
-    assert all(tiles)
-    assert max_cells is None or max(map(len, tiles), default=0) <= max_cells
-    assert count_tiles(transitions, max_cells=max_cells, tsp=tsp) == len(tiles)
-
-
-@quick
-@given(transitions=transition_counts, max_cells=limits)
-def test_without_tsp_a_tile_holds_one_transition(transitions, max_cells):
-    tiles = plan_tiles(transitions, max_cells=max_cells, tsp=False)
-    assert all(len({k for _, k in tile}) == 1 for tile in tiles)
-    if max_cells is None:
-        assert len(tiles) == max(transitions, default=0)
-
-
-@quick
-@given(transitions=transition_counts, max_cells=st.integers(1, 20))
-def test_with_tsp_tiles_are_as_few_and_as_even_as_can_be(transitions, max_cells):
-    sizes = [len(tile) for tile in plan_tiles(transitions, max_cells=max_cells, tsp=True)]
-    assert len(sizes) == -(-sum(transitions) // max_cells)
-    assert not sizes or max(sizes) - min(sizes) <= 1
+@given(
+    samples=st.integers(1, 12),
+    transitions=st.integers(1, 6),
+    ranks=st.integers(1, 4),
+    max_cells=st.integers(1, 20),
+    tsp=st.booleans(),
+)
+def test_every_cell_on_exactly_one_rank_in_as_many_rounds(samples, transitions, ranks, max_cells, tsp):
+    shares = [
+        cells_of_rank(samples, transitions, rank=rank, ranks=ranks, max_cells=max_cells, tsp=tsp)
+        for rank in range(ranks)
+    ]
+    cells = Counter(cell for share in shares for tile in share for cell in tile)
+    assert cells == Counter((s, k) for s in range(samples) for k in range(transitions))
+    assert len({len(share) for share in shares}) == 1  # or the collectives of a tile would not meet
+    assert max(len(tile) for share in shares for tile in share) <= max_cells
+    if not tsp:
+        assert all(len({k for _, k in tile}) <= 1 for share in shares for tile in share)
 
 
 def row(j: int, starts=(0, 2)) -> SampleRow:
@@ -65,3 +57,10 @@ def test_a_tile_takes_states_sigmas_and_scalars_of_its_cells():
     assert tile.advantage.tolist() == [1, 0, 1] and tile.weight.tolist() == [0.5] * 3
     assert tile.cond["embeds"][:, 0].tolist() == [1, 0, 1] and tile.negative is None
     assert {t.dtype for t in (tile.x, tile.sigma, tile.log_prob_rollout, tile.advantage)} == {torch.float64}
+
+
+def test_cells_of_one_prompt_share_its_tensors():
+    shared = {"embeds": torch.ones(2)}
+    rows = [replace(row(j), cond=shared) for j in range(2)]
+    tile = gather_tile(rows, [(0, 0), (1, 0), (1, 1)], device="cpu", dtype=torch.float64)
+    assert tile.cond["embeds"].shape == (3, 2) and tile.cond["embeds"].stride(0) == 0

@@ -9,7 +9,7 @@ import ray
 
 from verl_digen.config.digen import AlgorithmConfig, DigenConfig, GapConfig, TspConfig
 from verl_digen.config.plan import RunPlan
-from verl_digen.rollout.manager import GroupResult, RolloutError
+from verl_digen.rollout.manager import Activity, GroupResult, RolloutError, Scoring
 from verl_digen.rollout.requests import FragmentReport, PromptGroup, SampleResult
 from verl_digen.trainer.metrics import step_metrics
 from verl_digen.trainer.step import StepError, StepOutcome, TrainingStep
@@ -83,16 +83,16 @@ class Workers:
     def __init__(self):
         self.log: list[tuple] = []
 
-    def begin(self, planned_cells, on_policy):
-        self.log.append(("begin", planned_cells, on_policy))
+    def begin(self, planned_cells, on_policy, clamped):
+        self.log.append(("begin", planned_cells, on_policy, clamped))
         return [None, None]
 
     def accumulate(self, fragment):
         self.log.append(("accumulate", fragment))
         return [{"fetch": 0.5, "tiles": 1.0}] * 2
 
-    def commit(self):
-        self.log.append(("commit",))
+    def commit(self, scale):
+        self.log.append(("commit", scale))
         return [{"commit_s": 0.1, "peak_memory_gb": 1.0, "lr": 1e-3, "grad_norm": 2.0}] * 2
 
     def abort(self):
@@ -108,7 +108,9 @@ class Workers:
         commits, now = [], []
         for verb, *rest in self.log:
             if verb == "accumulate":
-                now += [s for share in rest[0].shares for s in share]
+                now += rest[0].samples
+            if verb == "abort":
+                now = []
             if verb == "commit":
                 commits.append(now)
                 now = []
@@ -140,7 +142,7 @@ def test_both_orders_of_work_train_the_same_cells_with_the_same_advantages(batch
     assert one.advantages == gap.advantages and one.advantage_metrics == gap.advantage_metrics
     assert [g.group.uid for g in one.groups] == [g.group.uid for g in gap.groups] == ["g0", "g1", "g2", "g3"]
     for workers in (whole, streamed):
-        assert {e for e in workers.log if e[0] == "begin"} == {("begin", size * N * 3, batches == 1)}
+        assert {e for e in workers.log if e[0] == "begin"} == {("begin", size * N * 3, batches == 1, True)}
         told = {s: a for e in workers.log if e[0] == "accumulate" for s, a in e[1].advantages.items()}
         assert told == one.advantages
 
@@ -166,11 +168,29 @@ def test_epochs_train_every_sample_again(one_shot):
     assert all(entry[2] is False for entry in workers.log if entry[0] == "begin")
 
 
-def test_every_rank_runs_the_tiles_of_the_largest_share():
-    """8 samples over 3 ranks: 3, 3 and 2 samples of 3 cells; 2 cells a tile."""
-    workers, _ = run(make_plan(ranks=3), [0, 1, 2, 3])
-    (fragment,) = [entry[1] for entry in workers.log if entry[0] == "accumulate"]
-    assert [len(share) for share in fragment.shares] == [3, 3, 2] and fragment.num_tiles == 5
+def test_global_norm_scales_centred_rewards_at_the_commit():
+    algorithm = AlgorithmConfig(norm="global")
+    _, one = run(make_plan(algorithm=algorithm, batches=2), [0, 1, 2, 3])
+    streamed, gap = run(make_plan(algorithm=algorithm, batches=2, one_shot=False), [1, 3, 0, 2])
+    # rewards of the second logical batch: 0, 3, 0, 4
+    assert one.advantages["g3", 1] == pytest.approx(2 / (2.0615528 + 1e-4))
+    assert gap.advantages == one.advantages and gap.repeated == 0
+    assert all(entry[3] is False for entry in streamed.log if entry[0] == "begin")
+    scales = [entry[1] for entry in streamed.log if entry[0] == "commit"]
+    told = {s: a for e in streamed.log if e[0] == "accumulate" for s, a in e[1].advantages.items()}
+    for (uid, j), advantage in one.advantages.items():
+        assert told[uid, j] * scales[uid in ("g2", "g3")] == pytest.approx(advantage)
+
+
+def test_a_clamp_that_becomes_active_repeats_the_logical_batch():
+    """|A| reaches 1.04 in the first logical batch and 0.97 in the second."""
+    algorithm = AlgorithmConfig(norm="global", adv_max=1.0)
+    streamed, gap = run(make_plan(algorithm=algorithm, batches=2, one_shot=False), [0, 1, 2, 3])
+    assert gap.repeated == 1 and len(gap.commits) == 2
+    first = "begin accumulate accumulate abort begin accumulate commit"
+    assert streamed.verbs == f"{first} begin accumulate accumulate commit"
+    assert streamed.log[6] == ("commit", 1.0) and streamed.log[4][3] is True
+    assert [sorted(c) for c in streamed.trained()][0] == [("g0", 0), ("g0", 1), ("g1", 0), ("g1", 1)]
 
 
 @pytest.mark.parametrize("one_shot", [True, False])
@@ -224,8 +244,8 @@ def test_step_metrics():
     plan = make_plan()
     _, outcome = run(plan, [0, 1, 2, 3])
     timing = {"step": 4.0, "gen": 1.0}
-    reports = [report("r", 2.0, 3), report("r", 50.0, 0)]  # the second is of a validation
-    metrics = step_metrics(outcome, plan, reports, 1.5, timing, step=3, epoch=1, version=7)
+    activity = Activity([report("r", 2.0, 3)], [Scoring(1, 0, 2, 5.0, 6.5)])
+    metrics = step_metrics(outcome, plan, activity, timing, step=3, epoch=1, version=7)
     assert metrics["training/global_step"] == 3 and metrics["training/epoch"] == 1
     assert metrics["reward/mean"] == 1.25 and (metrics["reward/min"], metrics["reward/max"]) == (0, 4)
     assert metrics["reward/group_std_mean"] == pytest.approx(2.5 / 2**0.5) and metrics["reward/zero_std_ratio"] == 0
@@ -243,10 +263,10 @@ def test_step_metrics():
 def test_staleness_is_what_the_samples_say():
     plan = make_plan()
     _, outcome = run(plan, [0, 1, 2, 3])
-    metrics = step_metrics(outcome, plan, [], 0.0, {"step": 1.0}, step=1, epoch=0, version=8)
+    metrics = step_metrics(outcome, plan, Activity(), {"step": 1.0}, step=1, epoch=0, version=8)
     assert metrics["staleness/max"] == 1 and metrics["staleness/stale_ratio"] == 1.0
     outcome.groups[0] = result(GROUPS[0], version=8)
-    metrics = step_metrics(outcome, plan, [], 0.0, {"step": 1.0}, step=1, epoch=0, version=8)
+    metrics = step_metrics(outcome, plan, Activity(), {"step": 1.0}, step=1, epoch=0, version=8)
     assert metrics["staleness/max"] == 1 and metrics["staleness/stale_ratio"] == 0.75
 
 

@@ -17,9 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from verl_digen.bench.predict import predict, read_measured
 from verl_digen.bench.processes import Watched, watch
 from verl_digen.bench.runlog import STEP_SECONDS, read_log, series
 from verl_digen.bench.workload import FloorSpec, compose_recipe, floor_spec, prepare
+from verl_digen.config.plan import resolve_plan
+from verl_digen.schedule.profile import Profile
 
 FLOOR = "floor"
 _DISAGGREGATED = ("trainer.v1.digen.placement=disaggregated", "actor_rollout_ref.rollout.nnodes=1")
@@ -135,6 +138,7 @@ def run_bench(plan: Plan, say: Callable[[str], None] = lambda _: None) -> dict:
     spec = floor_spec(config, total) if FLOOR in plan.modes else None
     samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     measurements: list[Measurement] = []
+    costs: list[Path] = []
     order = order_of_runs(plan.modes, plan.rounds)
     for number, mode in enumerate(order, start=1):
         say(f"run {number}/{len(order)}: {mode}, {plan.warmup} + {plan.steps} steps of {samples} samples")
@@ -145,10 +149,29 @@ def run_bench(plan: Plan, say: Callable[[str], None] = lambda _: None) -> dict:
         else:
             measured = _measure_mode(mode, folder, plan, overrides)
         measurements.append(measured)
+        if mode != FLOOR:
+            costs.append(folder / "traces" / "costs.yaml")
         say(f"  {statistics.median(measured.step_s):.2f} s per step, first step after {measured.start_s:.1f} s")
         with open(out / "measurements.jsonl", "a") as file:
             file.write(json.dumps(asdict(measured)) + "\n")
-    return report(measurements, plan, samples)
+    found = report(measurements, plan, samples)
+    if costs:
+        add_predictions(found["rows"], plan, overrides, read_measured(costs).profile())
+    return found
+
+
+def add_predictions(rows: list[dict], plan: Plan, overrides: Sequence[str], profile: Profile) -> None:
+    """Add ``predicted_s``, ``bound_s`` and ``deviation`` to the rows of live modes.
+
+    All modes are predicted from one profile, to which all runs of the bench contributed.
+    """
+    for row in rows:
+        if row["mode"] == FLOOR:
+            continue
+        resolved = resolve_plan(compose_recipe(plan.recipes, [*MODES[row["mode"]], *overrides]))
+        result = predict(resolved, profile, row["mode"])
+        row["predicted_s"], row["bound_s"] = result.makespan_s, result.bound.seconds
+        row["deviation"] = row["step_s"] / result.makespan_s - 1
 
 
 def _measure_floor(spec: FloorSpec, folder: Path, plan: Plan) -> Measurement:
@@ -181,6 +204,7 @@ def run_command(mode: str, folder: Path, plan: Plan, overrides: Sequence[str]) -
         "trainer.resume_mode=disable",
         "trainer.logger=[console,file]",
         f"trainer.default_local_dir={folder}",
+        f"trainer.v1.digen.trace.every={plan.warmup + plan.steps}",
         *MODES[mode],
         *overrides,
     ]

@@ -32,6 +32,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     digits.add_argument("--json", action="store_true", help="write JSON to stdout, progress to stderr")
     digits.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="of the recipe, for all modes and the floor")
 
+    emulated = targets.add_parser(
+        "emulated", help="EMULATED devices under the real control plane, beside the simulator's prediction"
+    )
+    emulated.add_argument("--workloads", default="wan2.2-5b", help="names in recipes/workloads, comma-separated")
+    emulated.add_argument("--devices", default="4+4", help="Generator+Trainer devices, comma-separated")
+    emulated.add_argument("--modes", default="one-shot,gap,gap+tsp", help="comma-separated")
+    emulated.add_argument("--cells", default="8", help="tile sizes of the modes with TSP, comma-separated")
+    emulated.add_argument("--scale", type=float, default=100.0, help="times are divided by it (default: 100)")
+    emulated.add_argument("--groups", type=int, help="prompt groups per step instead of the workload's")
+    emulated.add_argument("--steps", type=int, default=2, help="measured steps of each run (default: 2)")
+    emulated.add_argument("--warmup", type=int, default=1, help="steps before them that are left out (default: 1)")
+    emulated.add_argument("--recipes", type=Path, help="folder of digits.yaml and workloads/")
+    emulated.add_argument("--out", type=Path, help="folder for logs (default: runs/bench-emulated-TIME)")
+    emulated.add_argument("--timeout", type=float, default=3600.0, help="seconds after which a run has failed")
+    emulated.add_argument("--json", action="store_true", help="write JSON to stdout, progress to stderr")
+
     curve = targets.add_parser("curve", help="reward and accuracy of a run: in the terminal and as pictures")
     curve.add_argument("--log", type=Path, required=True, help="JSON lines of veRL's file logger")
     curve.add_argument("--run-dir", type=Path, help="trainer.default_local_dir, for the samples before and after")
@@ -47,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from verl_digen.bench.processes import RunFailed
 
     try:
-        return {"digits": _digits, "curve": _curve, "follow": _follow}[args.target](args)
+        return {"digits": _digits, "emulated": _emulated, "curve": _curve, "follow": _follow}[args.target](args)
     except RunFailed as error:
         print(f"verl-digen bench: {error}", file=sys.stderr)
         return 1
@@ -67,7 +83,7 @@ def _digits(args: argparse.Namespace) -> int:
     if args.threads is not None:
         overrides += tuple(f"trainer.v1.digen.threads.{pool}={args.threads}" for pool in ("trainer", "rollout"))
     plan = Plan(
-        modes=tuple(mode.strip() for mode in args.modes.split(",") if mode.strip()),
+        modes=tuple(_items(args.modes)),
         recipes=args.recipes or find_recipes(),
         out=args.out or Path("runs") / f"bench-digits-{time.strftime('%Y%m%d-%H%M%S')}",
         steps=args.steps,
@@ -82,6 +98,68 @@ def _digits(args: argparse.Namespace) -> int:
     else:
         show(found)
     return 0
+
+
+def _emulated(args: argparse.Namespace) -> int:
+    from verl_digen.bench.emulated import Plan, run_emulated
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    plan = Plan(
+        workloads=tuple(_items(args.workloads)),
+        devices=tuple(_devices(text) for text in _items(args.devices)),
+        modes=tuple(_items(args.modes)),
+        cells=tuple(int(text) for text in _items(args.cells)),
+        scale=args.scale,
+        groups=args.groups,
+        steps=args.steps,
+        warmup=args.warmup,
+        recipes=args.recipes or find_recipes(),
+        out=args.out or Path("runs") / f"bench-emulated-{time.strftime('%Y%m%d-%H%M%S')}",
+        timeout_s=args.timeout,
+    )
+    rows = run_emulated(plan, say=lambda text: print(text, file=sys.stderr, flush=True))
+    if args.json:
+        print(json.dumps(rows))
+    else:
+        show_emulated(rows)
+    return 0
+
+
+def _items(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _devices(text: str) -> tuple[int, int]:
+    generator, plus, trainer = text.partition("+")
+    if not plus or not generator.isdigit() or not trainer.isdigit():
+        raise ValueError(f"--devices {text}: write Generator+Trainer, for example 4+4")
+    return int(generator), int(trainer)
+
+
+def show_emulated(rows: list[dict[str, Any]]) -> None:
+    """Write the rows as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"EMULATED devices, times divided by {rows[0]['scale']:g}", title_justify="left")
+    for column in ("workload", "devices", "mode", "cells"):
+        table.add_column(column)
+    for column in ("step s", "predicted s", "deviation", "bound s", "overhead per fragment ms"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row["workload"],
+            row["devices"],
+            row["mode"],
+            str(row["max_cells"] or "-"),
+            f"{row['step_s']:.3f}",
+            f"{row['predicted_s']:.3f}",
+            f"{row['deviation']:+.1%}",
+            f"{row['bound_s']:.3f}",
+            f"{1e3 * row['overhead_per_fragment_s']:.1f}",
+        )
+    console = Console()
+    (console if console.is_terminal else Console(width=120)).print(table)
 
 
 def find_recipes() -> Path:
@@ -100,13 +178,18 @@ def show(found: dict[str, Any]) -> None:
         f"{found['warmup']}, {found['rounds']} round(s)",
         title_justify="left",
     )
-    for column in ("mode", "step s", "ratio to floor", "samples/s", "wall step s", "start to 1st step s", "memory MiB"):
+    for column in (
+        *("mode", "step s", "ratio to floor", "predicted s", "bound s", "samples/s"),
+        *("wall step s", "start to 1st step s", "memory MiB"),
+    ):
         table.add_column(column, justify="left" if column == "mode" else "right")
     for row in found["rows"]:
         table.add_row(
             row["mode"],
             f"{row['step_s']:.3f}",
             _number(row["ratio_to_floor"]),
+            _number(row.get("predicted_s")),
+            _number(row.get("bound_s")),
             f"{row['samples_per_s']:.1f}",
             _number(row["wall_step_s"]),
             f"{row['start_to_first_step_s']:.1f}",

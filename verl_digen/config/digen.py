@@ -135,9 +135,19 @@ class GapConfig:
 class TspConfig:
     enable: bool = False
     max_cells: int | None = None
+    auto: bool = False
+    memory_fraction: float = 0.9
+    reduce: str = "transaction"
 
     def __post_init__(self):
         _positive("tsp.max_cells", self.max_cells, optional=True)
+        _choice("tsp.reduce", self.reduce, ("transaction", "tile"))
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ValueError(f"{PREFIX}.tsp.memory_fraction={self.memory_fraction} must lie in (0, 1]")
+        if not self.auto and self.memory_fraction != 0.9:
+            raise ValueError(
+                f"{PREFIX}.tsp.memory_fraction={self.memory_fraction} is not read with {PREFIX}.tsp.auto=false"
+            )
 
 
 @dataclass(kw_only=True)
@@ -153,6 +163,15 @@ class FailureConfig:
             raise ValueError(f"{PREFIX}.failure.max_retries={self.max_retries} must be 0 or more")
         for name in ("generate_timeout_s", "reward_timeout_s", "train_timeout_s", "sync_timeout_s"):
             _positive(f"failure.{name}", getattr(self, name))
+
+
+@dataclass(kw_only=True)
+class TraceConfig:
+    every: int = 0
+
+    def __post_init__(self):
+        if self.every < 0:
+            raise ValueError(f"{PREFIX}.trace.every={self.every} must be 0 or more")
 
 
 @dataclass(kw_only=True)
@@ -198,6 +217,7 @@ class DigenConfig:
     ema: EMAConfig = field(default_factory=EMAConfig)
     gap: GapConfig = field(default_factory=GapConfig)
     tsp: TspConfig = field(default_factory=TspConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     failure: FailureConfig = field(default_factory=FailureConfig)
     threads: ThreadsConfig = field(default_factory=ThreadsConfig)
 

@@ -68,6 +68,8 @@ class RunPlan:
         digen = self.digen
         mode = digen.placement + ("" if self.one_shot else " + GAP") + (" + TSP" if digen.tsp.enable else "")
         tile = "all cells" if digen.tsp.max_cells is None else f"at most {digen.tsp.max_cells} cells"
+        if digen.tsp.auto:
+            tile += f", searched for within {digen.tsp.memory_fraction:.0%} of the memory"
         span = "samples x transitions" if digen.tsp.enable else "samples at one transition"
         master = 8 if digen.arithmetic == "float64" else 4
         trained = self.transformer_parameters if not self.lora_rank else 0
@@ -125,7 +127,8 @@ def resolve_plan(config: DictConfig) -> RunPlan:
     transitions = _transitions(digen)
     _check_dtypes(config, digen)
     samples = prompts * rollout.n
-    notes, one_shot = _one_shot(digen)
+    kl_beta = actor.kl_loss_coef if actor.use_kl_loss else 0.0
+    notes, one_shot = _one_shot(digen, kl_beta)
     parameters, size = transformer_size(config.actor_rollout_ref.model.path)
     _check_files(config)
     clip_low = actor.clip_ratio_low if actor.clip_ratio_low is not None else actor.clip_ratio
@@ -145,7 +148,7 @@ def resolve_plan(config: DictConfig) -> RunPlan:
         loss=actor.policy_loss.loss_mode,
         clip_low=clip_low,
         clip_high=clip_high,
-        kl_beta=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+        kl_beta=kl_beta,
         lora_rank=config.actor_rollout_ref.model.lora_rank,
         seed=config.data.seed if config.data.get("seed") is not None else 42,
         transformer_parameters=parameters,
@@ -156,18 +159,20 @@ def resolve_plan(config: DictConfig) -> RunPlan:
 
 def _fragment_size(digen: DigenConfig, n: int, samples: int, replicas: int) -> int:
     if digen.gap.enable:
-        size = digen.gap.fragment_size or n
+        asked = digen.gap.fragment_size or n
+        size = asked // n * n if asked >= n else math.ceil(n / math.ceil(n / asked))  # as schedule.gap cuts
     else:
         size = digen.sampling.batch_size or math.ceil(samples / replicas)
     return min(size, samples)
 
 
-def _one_shot(digen: DigenConfig) -> tuple[tuple[str, ...], bool]:
-    if digen.gap.enable and digen.algorithm.norm == "global":
+def _one_shot(digen: DigenConfig, kl_beta: float) -> tuple[tuple[str, ...], bool]:
+    """Notes, and whether a step is generated whole before it is trained."""
+    if digen.gap.enable and digen.algorithm.norm == "global" and kl_beta > 0:
         return (
             (
                 "algorithm.norm=global needs the standard deviation of the whole logical batch before the first "
-                "gradient; GAP falls back to one-shot",
+                "gradient when a KL is in the loss; GAP falls back to one-shot",
             ),
             True,
         )

@@ -14,10 +14,12 @@ from torch import Tensor
 
 NORMS = ("group", "global", "none")
 COMBINE_MODES = ("weighted_sum", "normalised_sum")
+ADVANTAGE_EPS = 1e-4
+"""Added to the standard deviation that divides an advantage (FlowGRPO's value)."""
 
 
 def group_advantages(
-    rewards: Tensor, uids: Sequence[str], *, norm: str = "group", eps: float = 1e-4, ddof: int = 1
+    rewards: Tensor, uids: Sequence[str], *, norm: str = "group", eps: float = ADVANTAGE_EPS, ddof: int = 1
 ) -> tuple[Tensor, dict[str, float]]:
     """Advantage of each sample relative to its group (FlowGRPO, arXiv 2505.05470).
 
@@ -83,7 +85,7 @@ def combine_rewards(
     mode: str = "weighted_sum",
     uids: Sequence[str] | None = None,
     *,
-    eps: float = 1e-4,
+    eps: float = ADVANTAGE_EPS,
     ddof: int = 1,
 ) -> Tensor:
     """One number per sample out of several rewards.

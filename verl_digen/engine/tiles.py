@@ -1,7 +1,7 @@
 """Tiles: which cells (sample × trained transition) go through one forward and backward together.
 
-A cell carries its own sigma, so a tile may mix samples and transitions freely. With TSP off a tile holds samples at
-one position of their recorded transitions; with TSP on the cells are flattened sample by sample.
+A cell carries its own sigma, so a tile may mix samples and transitions freely. With TSP off a rank has whole samples
+and a tile holds them at one transition; with TSP on the cells are dealt out evenly, sample by sample.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from verl_digen.schedule.tsp import plan_tiles, plan_without_tsp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,46 +62,27 @@ class Tile:
     negative: dict[str, torch.Tensor] | None
 
 
-def plan_tiles(transitions: Sequence[int], *, max_cells: int | None, tsp: bool) -> list[list[tuple[int, int]]]:
-    """Cut the cells of some samples into tiles.
+def cells_of_rank(
+    samples: int, transitions: int, *, rank: int, ranks: int, max_cells: int, tsp: bool
+) -> list[list[tuple[int, int]]]:
+    """What a rank does of a fragment: its tiles as lists of (sample, k), one entry for every round of the plan.
 
-    Args:
-        transitions: K of each sample.
-        max_cells: most cells in a tile, or None.
-        tsp: whether a tile may span transitions.
-
-    Returns:
-        Tiles as lists of (sample, k); every cell exactly once; sizes differ by at most one within a row of tiles.
+    The plan is :mod:`verl_digen.schedule.tsp`'s. All ranks get the same number of tiles; an empty one is idle.
     """
-    if tsp:
-        rows = [[(s, k) for s, count in enumerate(transitions) for k in range(count)]]
-    else:
-        rows = [
-            [(s, k) for s, count in enumerate(transitions) if k < count] for k in range(max(transitions, default=0))
-        ]
-    tiles = []
-    for row in rows:
-        if not row:
-            continue
-        pieces = 1 if max_cells is None else -(-len(row) // max_cells)
-        base, extra = divmod(len(row), pieces)
-        start = 0
-        for piece in range(pieces):
-            size = base + (piece < extra)
-            tiles.append(row[start : start + size])
-            start += size
-    return tiles
-
-
-def count_tiles(transitions: Sequence[int], *, max_cells: int | None, tsp: bool) -> int:
-    """Number of tiles that :func:`plan_tiles` gives; ranks take the largest among them and fill up with idle tiles."""
-    return len(plan_tiles(transitions, max_cells=max_cells, tsp=tsp))
+    plan = (plan_tiles if tsp else plan_without_tsp)(samples, transitions, ranks=ranks, max_cells=max_cells)
+    return [list(plan.grid(tile)) for tile in plan.of_rank(rank)]
 
 
 def gather_tile(
-    rows: Sequence[SampleRow], cells: Sequence[tuple[int, int]], *, device, dtype, weight: float = 1.0
+    rows: Mapping[int, SampleRow] | Sequence[SampleRow],
+    cells: Sequence[tuple[int, int]],
+    *,
+    device,
+    dtype,
+    weight: float = 1.0,
 ) -> Tile:
-    """Stack the tensors of ``cells`` on ``device``; ``weight`` 0 makes an idle tile (all collectives, no gradient)."""
+    """Stack the tensors of ``cells`` (row, k) on ``device``; ``weight`` 0 makes an idle tile (all collectives, no
+    gradient). The prompt tensors of a tile whose cells share a prompt are expanded, not copied."""
     starts = [rows[s].starts[k] for s, k in cells]
     samples = [rows[s] for s, _ in cells]
 
@@ -113,6 +96,11 @@ def gather_tile(
         first = pick(samples[0])
         if first is None:
             return None
+        if all(pick(r) is first for r in samples):
+            return {
+                name: value.to(device, non_blocking=True).expand(len(samples), *value.shape)
+                for name, value in first.items()
+            }
         return {name: torch.stack([pick(r)[name] for r in samples]).to(device, non_blocking=True) for name in first}
 
     return Tile(

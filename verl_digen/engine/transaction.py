@@ -6,21 +6,27 @@ What must hold (I3):
 - commit is refused while cells are missing, and no cell is accumulated twice;
 - abort leaves weights, optimizer state, gradients and RNG as they were before begin.
 
-Gradients live in the parameters between begin and commit; nothing else of the model changes before the commit.
+Gradients live in the parameters between begin and commit (with FSDP2 unreduced, beside them); nothing else of the model
+changes before the commit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from verl_digen.diffusion.kernels import transition
 from verl_digen.diffusion.losses import FlowGRPOConfig, compute_loss, log_prob_gap, merge_metrics, summarise_metrics
-from verl_digen.engine.tiles import SampleRow, Tile, gather_tile, plan_tiles
+from verl_digen.engine.gradients import HeldGradients, drop_gradients, give_back_gradients, recover, take_gradients
+from verl_digen.engine.tiles import SampleRow, Tile, gather_tile
+from verl_digen.engine.tilesize import TileSize
 from verl_digen.models.family import Guidance
+from verl_digen.schedule.tsp import even_cut
 
 
 class TransactionError(RuntimeError):
@@ -36,7 +42,9 @@ class StepRule:
         guidance: as in sampling.
         loss: name in the loss registry.
         loss_config: its options.
-        max_cells, tsp: tile size.
+        tsp: a tile may span transitions.
+        reduce: ``transaction``: gradients are reduced over the ranks once, in the last tile, and are whole on every
+            rank until then; ``tile``: after every tile.
         num_steps: T, for the metrics by transition.
     """
 
@@ -45,8 +53,8 @@ class StepRule:
     guidance: Guidance
     loss: str
     loss_config: FlowGRPOConfig
-    max_cells: int | None
     tsp: bool
+    reduce: str
     num_steps: int
 
 
@@ -56,70 +64,141 @@ class Transaction:
     Args:
         engine: a :class:`~verl_digen.engine.diffusers_fsdp.DiffusersFSDPEngine`.
         rule: see :class:`StepRule`.
+        tile_size: says when a tile is too large, and learns from it.
         planned_cells: cells of the whole logical batch, over all ranks.
         on_policy: the weights are those that sampled (anchor = the current forward); else the rollout log-probs anchor.
+        clamped: advantages are clamped to ``adv_max``; not when they still await their scale (``commit``).
     """
 
-    def __init__(self, engine, rule: StepRule, *, planned_cells: int, on_policy: bool):
+    def __init__(
+        self,
+        engine,
+        rule: StepRule,
+        tile_size: TileSize,
+        *,
+        planned_cells: int,
+        on_policy: bool,
+        clamped: bool = True,
+    ):
         if planned_cells <= 0:
             raise TransactionError(f"a logical batch needs at least one cell, {planned_cells} were planned")
         self.engine = engine
         self.rule = rule
+        self.loss_config = rule.loss_config if clamped else replace(rule.loss_config, adv_max=sys.float_info.max)
+        self.tile_size = tile_size
         self.planned_cells = planned_cells
         self.on_policy = on_policy
         self.cells = 0
-        self._seen: set[tuple[str, int]] = set()
+        self._seen: set[tuple[str, int, int]] = set()
         self._metrics: list[dict] = []
         self._gaps: list[dict] = []
+        self._held: HeldGradients | None = None
         self._rng = torch.get_rng_state()
-        self.engine.optimizer.zero_grad(set_to_none=True)
+        drop_gradients(self.engine.module)
 
     def accumulate(
-        self, rows: Sequence[SampleRow], *, num_tiles: int, idle_row: SampleRow | None = None, last: bool = False
-    ) -> None:
+        self,
+        rows: Mapping[int, SampleRow] | Sequence[SampleRow],
+        tiles: Sequence[Sequence[tuple[int, int]]],
+        *,
+        idle_row: SampleRow,
+        last: bool = False,
+    ) -> list[tuple[float, float, int]]:
         """Forward and backward of this rank's share of a fragment.
 
         Args:
-            rows: samples of this rank, maybe none.
-            num_tiles: tiles that every rank runs; ranks with fewer run idle tiles of weight 0, so that the number of
-                collectives agrees.
-            idle_row: a row to build idle tiles from when ``rows`` is empty.
+            rows: samples of which this rank has cells.
+            tiles: cells (row, k) of each tile; an empty one is run with weight 0, so that the number of collectives
+                is the same on every rank.
+            idle_row: a row to build empty tiles from.
             last: the fragment completes the logical batch: gradients are reduced over the ranks in its last tile.
 
+        Returns:
+            start and end (seconds since the epoch, as the host sees them) and cells of each tile.
+
         Raises:
-            TransactionError: a sample was accumulated before, or more cells than planned.
+            TransactionError: a cell was accumulated before, more cells than planned, or a tile that does not fit into
+                memory and cannot be cut.
         """
-        for row in rows:
-            if (row.uid, row.j) in self._seen:
-                raise TransactionError(f"sample ({row.uid}, {row.j}) is in the logical batch twice")
-            self._seen.add((row.uid, row.j))
-        transitions = [len(row.starts) for row in rows]
-        if self.cells + sum(transitions) > self.planned_cells:
+        self.resume()
+        cells = [(rows[s].uid, rows[s].j, k) for tile in tiles for s, k in tile]
+        for cell in cells:
+            if cell in self._seen:
+                raise TransactionError(
+                    f"transition {cell[2]} of sample ({cell[0]}, {cell[1]}) is in the logical batch twice"
+                )
+            self._seen.add(cell)
+        if self.cells + len(cells) > self.planned_cells:
             raise TransactionError(
-                f"{self.cells} + {sum(transitions)} cells exceed the {self.planned_cells} planned at begin"
+                f"{self.cells} + {len(cells)} cells exceed the {self.planned_cells} planned at begin"
             )
-        tiles = plan_tiles(transitions, max_cells=self.rule.max_cells, tsp=self.rule.tsp)
-        idle = num_tiles - len(tiles)
-        if idle < 0:
-            raise TransactionError(f"{len(tiles)} tiles on this rank, {num_tiles} agreed for all ranks")
-        source = rows or [idle_row]
-        for index in range(num_tiles):
-            real = index < len(tiles)
-            cells = tiles[index] if real else [(0, 0)]
-            tile = gather_tile(
-                rows if real else source,
-                cells,
-                device=self.engine.device,
-                dtype=self.engine.master_dtype,
-                weight=1.0 if real else 0.0,
-            )
-            with self.engine.gradient_sync(last and index == num_tiles - 1):
-                self._tile(tile, counted=real)
-        self.cells += sum(transitions)
+        times = []
+        for index, tile in enumerate(tiles):
+            started = time.time()
+            reduce = self.rule.reduce == "tile" or (last and index == len(tiles) - 1)
+            if tile:
+                self._fitting(rows, list(tile), reduce)
+            else:
+                self._run([idle_row], [(0, 0)], reduce, counted=False)
+            times.append((started, time.time(), len(tile)))
+        self.cells += len(cells)
+        return times
+
+    def _fitting(self, rows, cells: list[tuple[int, int]], reduce: bool) -> None:
+        """Run cells as one tile, or in pieces when they do not fit into memory."""
+        # gradients of a tile that may fail half-way through are kept apart from what is accumulated already
+        held = take_gradients(self.engine.module) if self.tile_size.is_new(len(cells)) else None
+        size = None
+        try:
+            self.tile_size.measure(len(cells), lambda: self._run(rows, cells, reduce, counted=True))
+        except torch.OutOfMemoryError as error:
+            if held is None or dist.get_world_size() > 1:
+                raise TransactionError(
+                    f"a tile of {len(cells)} cells does not fit into memory, and "
+                    + (
+                        "other ranks are inside its collectives"
+                        if dist.get_world_size() > 1
+                        else "tiles of this size did fit before, so its gradient may be in parts"
+                    )
+                    + "; lower trainer.v1.digen.tsp.max_cells or set trainer.v1.digen.tsp.auto=true"
+                ) from error
+            try:
+                size = self.tile_size.out_of_memory(len(cells))
+            except ValueError as smallest:
+                raise TransactionError(str(smallest)) from error
+            recover(self.engine.module)
+        if held is not None:
+            give_back_gradients(held)
+        if size is not None:
+            pieces = even_cut(0, len(cells), -(-len(cells) // size))
+            for number, (start, stop) in enumerate(pieces):
+                self._fitting(rows, cells[start:stop], reduce and number == len(pieces) - 1)
+
+    def _run(self, rows, cells: Sequence[tuple[int, int]], reduce: bool, *, counted: bool) -> None:
+        tile = gather_tile(
+            rows,
+            cells,
+            device=self.engine.device,
+            dtype=self.engine.master_dtype,
+            weight=1.0 if counted else 0.0,
+        )
+        with self.engine.gradient_sync(reduce):
+            self._tile(tile, counted=counted)
+
+    def pause(self) -> None:
+        """Move the gradients to host memory, so that the device is free for other work; lossless."""
+        if self._held is None:
+            self._held = take_gradients(self.engine.module, torch.device("cpu"))
+
+    def resume(self) -> None:
+        """Undo :meth:`pause`; nothing happens if the transaction is not paused."""
+        if self._held is not None:
+            give_back_gradients(self._held)
+            self._held = None
 
     def _tile(self, tile: Tile, *, counted: bool) -> None:
         engine, rule, dtype = self.engine, self.rule, self.engine.master_dtype
-        config = rule.loss_config
+        config = self.loss_config
 
         def predict(module):
             return engine.family.predict(module, tile.x, tile.sigma, tile.cond, rule.guidance, negative=tile.negative)
@@ -152,11 +231,12 @@ class Transaction:
             self._metrics.append(metrics)
             self._gaps.append(log_prob_gap(scored.log_prob, tile.log_prob_rollout, tile.transition, rule.num_steps))
 
-    def commit(self, total_cells: int) -> dict[str, float]:
+    def commit(self, total_cells: int, scale: float = 1.0) -> dict[str, float]:
         """Clip and step once.
 
         Args:
             total_cells: cells accumulated on all ranks; every rank passes the same number.
+            scale: the gradient is multiplied by it first (advantages whose scale was not known before).
 
         Returns:
             Metrics of the logical batch over all ranks, with the learning rate of this step.
@@ -169,21 +249,30 @@ class Transaction:
             raise TransactionError(
                 f"{total_cells} of {self.planned_cells} planned cells were accumulated; commit refused"
             )
+        self.resume()
         learning_rate = self.engine.optimizer.param_groups[0]["lr"]
+        if scale != 1.0:
+            for parameter in self.engine.trainable_parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
         try:
             grad_norm = self.engine.optimizer_step()
         except FloatingPointError:
             self.abort()
             raise
-        self.engine.optimizer.zero_grad(set_to_none=True)
+        drop_gradients(self.engine.module)
         self.engine.lr_scheduler_step()
         if self.engine.ema is not None:
             self.engine.ema.update()
-        return self._summary() | {"grad_norm": grad_norm, "lr": learning_rate}
+        metrics = self._summary()
+        for name in ("loss", "policy_loss"):
+            metrics[name] *= scale
+        return metrics | {"grad_norm": grad_norm, "lr": learning_rate}
 
     def abort(self) -> None:
         """Drop the gradients and restore the RNG; weights and optimizer state were never touched."""
-        self.engine.optimizer.zero_grad(set_to_none=True)
+        self._held = None
+        drop_gradients(self.engine.module)
         torch.set_rng_state(self._rng)
 
     def _summary(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Peak device memory of a process; on a CPU the peak resident set, which cannot be reset."""
+"""Device memory of a process; on a CPU the resident set, whose peak cannot be reset and whose limit is not ours."""
 
 from __future__ import annotations
 
@@ -14,3 +14,19 @@ def reset_peak_memory() -> None:
 def peak_memory_bytes() -> int:
     """Largest memory since the last reset (on a CPU: since the process started)."""
     return get_torch_device().max_memory_allocated()
+
+
+def allocated_bytes() -> int:
+    """Memory allocated now (on a CPU: 0)."""
+    return 0 if get_device_name() == "cpu" else get_torch_device().memory_allocated()
+
+
+def total_bytes() -> int | None:
+    """Memory of the device; None on a CPU, where other processes share it."""
+    return None if get_device_name() == "cpu" else get_torch_device().mem_get_info()[1]
+
+
+def synchronize() -> None:
+    """Wait for the device, so that a clock shows what was done."""
+    if get_device_name() != "cpu":
+        get_torch_device().synchronize()

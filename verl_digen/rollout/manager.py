@@ -31,6 +31,9 @@ from verl_digen.config.digen import DigenConfig, parse_digen
 from verl_digen.diffusion.noise import check_distinct
 from verl_digen.rollout.replica import DiffusersReplica
 from verl_digen.rollout.requests import Fragment, FragmentReport, PromptGroup, SampleResult
+from verl_digen.schedule.assemble import GroupAssembler, Outcome
+from verl_digen.schedule.gap import plan_fragments
+from verl_digen.schedule.work import Claim
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -45,12 +48,36 @@ class RolloutError(RuntimeError):
 
 @dataclass
 class GroupResult:
-    """A complete group: all samples generated and scored under one version."""
+    """A complete group: all samples generated and scored under one version.
+
+    Attributes:
+        completed, taken: seconds since the epoch at which its last sample was scored, and at which the trainer took it.
+    """
 
     group: PromptGroup
     samples: list[SampleResult]
     version: int
     completed: float
+    taken: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A fragment at a reward worker; seconds since the epoch."""
+
+    fragment_id: int
+    worker: int
+    samples: int
+    started: float
+    ended: float
+
+
+@dataclass
+class Activity:
+    """What replicas and reward workers did for training samples since the last report."""
+
+    reports: list[FragmentReport] = field(default_factory=list)
+    scorings: list[Scoring] = field(default_factory=list)
 
 
 @dataclass
@@ -93,16 +120,17 @@ class DiffusionRolloutManager:
         self._pending: deque[_Attempt] = deque()
         self._groups: dict[str, PromptGroup] = {}
         self._results: dict[str, dict[int, SampleResult]] = {}
+        self._assembler = GroupAssembler(digen.failure.max_retries)
         self._done: queue.Queue[GroupResult | BaseException] = queue.Queue()
         self._ids = itertools.count(1)
         self._reward_turn = itertools.count()
-        self._reports: list[FragmentReport] = []
-        self._reward_seconds = 0.0
+        self._activity = Activity()
         self._keep_pixels: set[tuple[str, int]] = set()
         self.pixels: dict[tuple[str, int], Any] = {}
         self._loop = asyncio.new_event_loop()
         self._work = asyncio.Condition()
         self._restarting = {replica.name: asyncio.Lock() for replica in pool.replicas}
+        self._reward_restarting = [asyncio.Lock() for _ in self.reward_workers]
         self._outstanding = dict.fromkeys(self._restarting, 0)
         self._thread = threading.Thread(target=self._run_loop, name="digen-rollout", daemon=True)
         self._thread.start()
@@ -131,23 +159,19 @@ class DiffusionRolloutManager:
             training_step: 1-based.
             keep_pixels: samples whose pixels the driver wants (grids); they appear in :attr:`pixels`.
         """
-        samples = [sample for group in groups for sample in group.samples]
         by_uid = {group.uid: group for group in groups}
-        size = self._fragment_size(len(samples))
-        attempts = []
-        for start in range(0, len(samples), size):
-            chunk = tuple(samples[start : start + size])
-            attempts.append(
-                _Attempt(
-                    Fragment(
-                        fragment_id=next(self._ids),
-                        groups={uid: by_uid[uid] for uid, _ in chunk},
-                        samples=chunk,
-                        version=version,
-                        training_step=training_step,
-                    )
+        attempts = [
+            _Attempt(
+                Fragment(
+                    fragment_id=next(self._ids),
+                    groups={uid: by_uid[uid] for uid, _ in chunk},
+                    samples=chunk,
+                    version=version,
+                    training_step=training_step,
                 )
             )
+            for chunk in self._cut(groups)
+        ]
         asyncio.run_coroutine_threadsafe(self._enqueue(by_uid, attempts, set(keep_pixels)), self._loop).result()
 
     def next_group(self, timeout_s: float) -> GroupResult:
@@ -165,6 +189,7 @@ class DiffusionRolloutManager:
             ) from None
         if isinstance(item, BaseException):
             raise item
+        item.taken = time.time()
         return item
 
     @property
@@ -195,24 +220,31 @@ class DiffusionRolloutManager:
             f"{sum(missing.values())} samples of {len(missing)} groups: {sample}; {len(self._pending)} fragments queued"
         )
 
-    def take_reports(self) -> tuple[list[FragmentReport], float]:
-        """Reports of the fragments since the last call, and seconds that reward workers
-        were busy with training samples."""
-        reports, self._reports = self._reports, []
-        seconds, self._reward_seconds = self._reward_seconds, 0.0
-        return reports, seconds
+    def take_activity(self) -> Activity:
+        """What was done since the last call, without validation."""
+        activity, self._activity = self._activity, Activity()
+        return activity
 
     # ---- on the event loop ---------------------------------------------------------------------------------
 
-    def _fragment_size(self, samples: int) -> int:
+    def _cut(self, groups: list[PromptGroup]) -> list[tuple[tuple[str, int], ...]]:
+        """Samples of each fragment: whole groups or parts of one with GAP, else equal pieces of the step."""
         if self.digen.gap.enable:
-            return self.digen.gap.fragment_size or self.group_size
-        if self.digen.sampling.batch_size:
-            return self.digen.sampling.batch_size
-        return math.ceil(samples / len(self.pool.replicas))
+            size = self.digen.gap.fragment_size or self.group_size
+            return [fragment.samples for fragment in plan_fragments([g.uid for g in groups], groups[0].n, size)]
+        samples = [sample for group in groups for sample in group.samples]
+        size = self.digen.sampling.batch_size or math.ceil(len(samples) / len(self.pool.replicas))
+        return [tuple(samples[start : start + size]) for start in range(0, len(samples), size)]
 
     async def _enqueue(self, groups: dict[str, PromptGroup], attempts: list[_Attempt], keep: set) -> None:
         async with self._work:
+            if not self._groups or set(groups) & set(self._groups):
+                # nothing is expected any more, or a step that was broken off begins anew
+                self._assembler = GroupAssembler(self.digen.failure.max_retries)
+                self._groups, self._results = {}, {}
+                self._pending.clear()
+            n = next(iter(groups.values())).n
+            self._assembler.add_step(plan_fragments(list(groups), n, n))
             self._groups |= groups
             self._keep_pixels = keep
             self._pending.extend(attempts)
@@ -247,7 +279,8 @@ class DiffusionRolloutManager:
                 await self._failed(replica, worker, attempt, error)
                 continue
             self._outstanding[replica.name] -= 1
-            self._reports.append(report)
+            if not attempt.fragment.validate:
+                self._activity.reports.append(report)
             asyncio.ensure_future(self._guard(self._score(attempt, report, pixels_ref)))
 
     async def _failed(self, replica: DiffusersReplica, worker, attempt: _Attempt, error: Exception) -> None:
@@ -315,10 +348,15 @@ class DiffusionRolloutManager:
                         )
                     )
                     return
-                if gone and self.reward_workers[index] is worker:
-                    self.reward_workers[index] = await self._loop.run_in_executor(None, self.pool.reward_restart, index)
+                if gone:
+                    async with self._reward_restarting[index]:
+                        if self.reward_workers[index] is worker:  # else another fragment has seen to it
+                            restart = self._loop.run_in_executor(None, self.pool.reward_restart, index)
+                            self.reward_workers[index] = await restart
         if not attempt.fragment.validate:
-            self._reward_seconds += time.time() - started
+            self._activity.scorings.append(
+                Scoring(report.fragment_id, index, len(report.samples), started, time.time())
+            )
         await self._keep(report, pixels_ref)
         self._assemble(attempt.fragment, report, scores)
 
@@ -336,6 +374,10 @@ class DiffusionRolloutManager:
             reward = score["reward_score"]
             if not isinstance(reward, int | float) or not math.isfinite(reward):
                 raise RolloutError(f"reward of sample ({uid}, {j}) is {reward!r}; a reward must be a finite number")
+            outcome, _ = self._assembler.scored(Claim(uid, j, 0, report.version), float(reward))
+            if outcome not in (Outcome.ACCEPTED, Outcome.COMPLETE):
+                logger.warning("sample (%s, %s) of fragment %s is %s", uid, j, report.fragment_id, outcome.value)
+                continue
             self._results.setdefault(uid, {})[j] = SampleResult(
                 uid=uid,
                 j=j,
@@ -346,18 +388,16 @@ class DiffusionRolloutManager:
                 transitions=report.transitions[i],
                 noise_hash=report.noise_hashes[i],
             )
-        for uid in {uid for uid, _ in report.samples}:
-            group, got = self._groups[uid], self._results[uid]
-            if len(got) < group.n:
-                continue
-            versions = {s.version for s in got.values()}
-            if len(versions) != 1:
-                raise RolloutError(f"group {uid} was generated under versions {sorted(versions)}")
-            samples = [(uid, j) for j in got]
-            same_noise = self.digen.sampling.same_noise and not fragment.validate
-            check_distinct([s.noise_hash for s in got.values()], samples, same_noise)
-            del self._groups[uid], self._results[uid]
-            self._done.put(GroupResult(group, [got[j] for j in range(group.n)], versions.pop(), time.time()))
+            if outcome is Outcome.COMPLETE:
+                self._hand_on(uid, fragment.validate)
+
+    def _hand_on(self, uid: str, validate: bool) -> None:
+        """Give a complete group to the trainer."""
+        group, got = self._groups.pop(uid), self._results.pop(uid)
+        hashes, samples = zip(*[(s.noise_hash, (uid, j)) for j, s in got.items()], strict=True)
+        check_distinct(list(hashes), list(samples), self.digen.sampling.same_noise and not validate)
+        results = [got[j] for j in range(group.n)]
+        self._done.put(GroupResult(group, results, results[0].version, time.time()))
 
 
 async def _value(ref) -> Any:

@@ -1,6 +1,6 @@
 """Scheduling: GAP, TSP, TAG/BTS and TCSS as pure decisions, and the simulator that drives them.
 
-Plain Python and the standard library. A live run and the simulator call the same functions:
+Plain Python and the standard library. The simulator calls all of it; docs/scheduling.md says what a live run calls:
 
 - ``work`` the words as types · ``profile`` what things cost, learned while running
 - ``gap`` fragments and pull order · ``assemble`` groups from scored samples · ``tsp`` tiles

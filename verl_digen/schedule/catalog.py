@@ -178,7 +178,7 @@ def _build(cls: type, mapping: object, where: str, **extra: object):
 
 def read_case(mapping: Mapping, where: str = "workload file") -> Case:
     """Build a :class:`Case`. ``ValueError`` names unknown, missing and impossible entries."""
-    allowed = {"workload", "costs", "memory", "communication", "source", "reward_slots", "testbed"}
+    allowed = {"workload", "costs", "memory", "communication", "source", "reward_slots", "testbed", "measured"}
     unknown = sorted(set(mapping) - allowed)
     if unknown or not {"workload", "costs"} <= set(mapping):
         raise ValueError(f"{where}: unknown keys {unknown}; needs workload and costs; known: {sorted(allowed)}")

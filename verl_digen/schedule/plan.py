@@ -1,7 +1,12 @@
 """The planner: which split, replica width, fragment, tile, policy and TCSS ratio is fastest.
 
 Candidates are enumerated, those that do not fit into memory are dropped, the rest is ranked by a closed
-formula, and the best of the ranking are simulated. What the planner reports as makespan is simulated.
+formula, and the best of the ranking are simulated. The best of those are varied (split, width, rollout batch,
+fragment, merge, tile) until no variation is faster, and at the end every policy and ratio also tries what won
+for the others. What the planner reports as makespan is simulated.
+
+The search for one policy and ratio does not depend on which others are asked for, and what won for others is only
+taken over when it is faster. So a plan with more policies or ratios to choose from is never slower.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from verl_digen.schedule.bound import lower_bound
 from verl_digen.schedule.catalog import Case, DeviceGroup, Testbed
@@ -21,6 +26,18 @@ from verl_digen.schedule.work import Pools, Replica, Schedule, TrainerPool
 
 TRIAL_SAMPLES = 2048
 """Samples after which the trial of a candidate ends early (it has at least three steps)."""
+
+VARIATION_SAMPLES = 16384
+"""Simulated samples of all variations of one policy and ratio: with large steps fewer variations are tried."""
+
+CLOSE = 1.02
+"""A candidate whose trial is slower than the best by more than this factor is not simulated for longer."""
+
+STARTS = 3
+"""Candidates with different splits whose variations are tried."""
+
+MOVES = (-4, -2, -1, 1, 2, 4)
+"""Replicas by which a variation changes the Generator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +54,9 @@ class Search:
         generator: devices the Generator takes from the Trainer's group; ``None`` leaves the split open.
         splits: at most this many Generator sizes per group of devices.
         shortlist: candidates simulated for each policy and ratio.
-        trial_steps, final_steps: simulated steps of a candidate (fewer when a step is large) and of the winners.
+        variations: variations of the best candidates simulated for each policy and ratio; 0 for none.
+        finalists: best candidates of each policy and ratio that are simulated for ``final_steps``.
+        trial_steps, final_steps: simulated steps of a candidate (fewer when a step is large) and of a finalist.
         recompute_old_log_probs: passed on to the schedules.
     """
 
@@ -50,6 +69,8 @@ class Search:
     generator: int | None = None
     splits: int = 32
     shortlist: int = 20
+    variations: int = 30
+    finalists: int = 4
     trial_steps: int = 10
     final_steps: int = 12
     recompute_old_log_probs: bool = False
@@ -58,9 +79,13 @@ class Search:
         for name in ("policies", "stale_ratios", "widths", "rollout_batches"):
             if not getattr(self, name):
                 raise ValueError(f"planner: {name} is empty")
-        sizes = (self.splits, self.shortlist, self.trial_steps, self.final_steps)
+        sizes = (self.splits, self.shortlist, self.finalists, self.trial_steps, self.final_steps)
         if min(sizes) < 1:
-            raise ValueError(f"planner: splits, shortlist, trial_steps, final_steps = {sizes} must all be at least 1")
+            raise ValueError(
+                f"planner: splits, shortlist, finalists, trial_steps, final_steps = {sizes} must all be at least 1"
+            )
+        if self.variations < 0:
+            raise ValueError(f"planner: variations={self.variations} must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +105,11 @@ class Candidate:
     trainer_group: str
     width: int
     estimate_s: float = 0.0
+
+    @property
+    def key(self) -> tuple:
+        """What identifies it within one plan."""
+        return self.generator, self.trainer_group, self.width, self.schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +232,77 @@ class _Space:
                     recompute_old_log_probs=self.search.recompute_old_log_probs,
                 )
 
+    def variations(self, here: Candidate) -> list[Candidate]:
+        """Candidates that differ in one respect, the best by estimate first.
+
+        Another split, replica width or rollout batch keeps fragment and merge and takes the tile with the best
+        estimate; otherwise the placement stays and one of fragment, merge and tile goes to its next value. Splits
+        that were left out of the enumeration because there are too many are reached here.
+        """
+        near = list(self._other_schedules(here))
+        for generator, width, batch in self._other_places(here):
+            near += self._moved(here, generator, width, batch)
+        near = [replace(c, estimate_s=estimate(self.case, c.pools, c.profile, c.schedule)) for c in near]
+        return sorted(near, key=lambda candidate: candidate.estimate_s)
+
+    def _other_places(self, here: Candidate) -> Iterator[tuple[int, int, int]]:
+        lent, batch = dict(here.generator).get(here.trainer_group, 0), here.schedule.rollout_batch
+        if self.search.generator is None:
+            for move in MOVES:
+                yield lent + move * here.width, here.width, batch
+        for width in _next_to(self.search.widths, here.width):
+            keep = lent if self.search.generator is not None else max(1, round(lent / width)) * width if lent else 0
+            yield keep, width, batch
+        for other in _next_to(self.search.rollout_batches, batch):
+            yield lent, here.width, other
+
+    def _moved(self, here: Candidate, generator: int, width: int, batch: int) -> list[Candidate]:
+        group = next(group for group in self.testbed.groups if group.name == here.trainer_group)
+        others = [other for other in self.testbed.groups if other is not group]
+        if generator not in range(0 if others else width, group.count, width):
+            return []
+        made = self._place(group, others, generator, width, batch)
+        if made is None:
+            return []
+        pools, profile, used, *_ = made
+        like = here.schedule
+        fitting = [
+            Candidate(pools, profile, self._as(like, schedule), used, group.name, width)
+            for schedule in self.schedules(group, pools.trainer.ranks, batch)
+            if (schedule.fragment_size, schedule.merge) == (like.fragment_size, like.merge)
+        ]
+        return sorted(fitting, key=lambda c: estimate(self.case, c.pools, c.profile, c.schedule))[:1]
+
+    def _other_schedules(self, here: Candidate) -> Iterator[Candidate]:
+        group = next(group for group in self.testbed.groups if group.name == here.trainer_group)
+        like = here.schedule
+        known = list(self.schedules(group, here.pools.trainer.ranks, like.rollout_batch))
+        fragments = _next_to([schedule.fragment_size or 0 for schedule in known], like.fragment_size or 0)
+        tiles = _next_to([schedule.max_cells for schedule in known], like.max_cells)
+        for other in known:
+            changed = (
+                (other.fragment_size or 0) in fragments,
+                other.max_cells in tiles,
+                other.merge != like.merge,
+            )
+            same = (
+                other.fragment_size == like.fragment_size,
+                other.max_cells == like.max_cells,
+                other.merge == like.merge,
+            )
+            if sum(same) == 2 and any(change and not kept for change, kept in zip(changed, same, strict=True)):
+                yield replace(here, schedule=self._as(like, other))
+
+    @staticmethod
+    def _as(like: Schedule, schedule: Schedule) -> Schedule:
+        return replace(schedule, policy=like.policy, max_stale_ratio=like.max_stale_ratio)
+
+
+def _next_to(values: Sequence[int], value: int) -> list[int]:
+    """The next smaller and the next larger of some values."""
+    smaller, larger = [v for v in values if v < value], [v for v in values if v > value]
+    return ([max(smaller)] if smaller else []) + ([min(larger)] if larger else [])
+
 
 def estimate(case: Case, pools: Pools, profile: Profile, schedule: Schedule) -> float:
     """Closed-form time of a step, seconds: the bound with whole waves and whole tiles instead of ideal ones."""
@@ -256,22 +357,18 @@ def plan(case: Case, testbed: Testbed, search: Search | None = None) -> Plan:
             f"planner: none of {space.considered} placements of {case.workload.name} on {testbed.name} "
             f"({testbed.devices} devices) fits into memory; last: {space.why}"
         )
-    choices: list[Choice] = []
-    simulated = 0
+    steps = min(search.trial_steps, max(3, TRIAL_SAMPLES // case.workload.samples))
+    rejected, judge = space.rejected, _Judge(case, search, steps)
+    rows: list[Choice] = []
     for ratio in sorted(search.stale_ratios):
         alone = _ranking(case, bare, "none", ratio)
         helped = _ranking(case, bare, "steps", ratio) if set(search.policies) != {"none"} else alone
         for policy in search.policies:
             rankings = (alone if policy == "none" else helped, alone)
-            candidates = _shortlist(rankings, policy, ratio, search.shortlist)
-            for choice in choices:
-                schedule = replace(choice.candidate.schedule, policy=policy, max_stale_ratio=ratio)
-                candidates.append(replace(choice.candidate, schedule=schedule))
-            choice, tried = _best(case, candidates, search)
-            choices.append(choice)
-            simulated += tried
+            rows.append(_best(space, judge, _shortlist(rankings, policy, ratio, search.shortlist)))
+    choices = [_take_over(judge, row, rows) for row in rows]
     choices.sort(key=lambda choice: choice.simulation.makespan_s)
-    return Plan(tuple(choices), len(bare), space.rejected, simulated, time.perf_counter() - begin)
+    return Plan(tuple(choices), len(bare), rejected, judge.simulated, time.perf_counter() - begin)
 
 
 def _ranking(case: Case, bare: list[Candidate], policy: str, ratio: float) -> list[tuple[float, Candidate]]:
@@ -308,25 +405,95 @@ def _shortlist(
     return chosen
 
 
-def _best(case: Case, candidates: list[Candidate], search: Search) -> tuple[Choice, int]:
-    """Simulate the shortlist and what won for earlier policies and smaller ratios; the fastest wins."""
-    trial = min(search.trial_steps, max(3, TRIAL_SAMPLES // case.workload.samples))
-    trials: list[tuple[float, int, Candidate]] = []
-    tried: set[tuple] = set()
-    for order, candidate in enumerate(candidates):
-        key = (candidate.generator, candidate.trainer_group, candidate.width, candidate.schedule)
-        floor = lower_bound(case.workload, candidate.pools, candidate.profile, candidate.schedule).seconds
-        if key in tried or (trials and floor >= 1.05 * min(trials)[0]):
+@dataclass(slots=True)
+class _Judge:
+    """Simulates candidates, each only once."""
+
+    case: Case
+    search: Search
+    steps: int
+    simulated: int = 0
+    trials: dict[tuple, float] = field(default_factory=dict)
+    finals: dict[tuple, Simulation] = field(default_factory=dict)
+
+    def trial(self, candidate: Candidate) -> float:
+        """Seconds of a step in a short simulation, without its start-up."""
+        key = candidate.key
+        if key not in self.trials:
+            self.trials[key] = _steady(_play(self.case, candidate, self.steps))
+            self.simulated += 1
+        return self.trials[key]
+
+    def final(self, candidate: Candidate) -> Choice:
+        key = candidate.key
+        if key not in self.finals:
+            self.finals[key] = _play(self.case, candidate, self.search.final_steps)
+            self.simulated += 1
+        return Choice(candidate, self.finals[key])
+
+    def hopeless(self, candidate: Candidate, seconds: float) -> bool:
+        """Whether its lower bound already says that it is slower."""
+        bound = lower_bound(self.case.workload, candidate.pools, candidate.profile, candidate.schedule)
+        return bound.seconds >= 1.01 * seconds
+
+
+def _best(space: _Space, judge: _Judge, candidates: list[Candidate]) -> Choice:
+    """Try the shortlist, then variations of the best of it; the fastest finalist wins.
+
+    Of candidates with exactly the same trial, which differ in something that has no effect, one is a finalist.
+    """
+    tried: dict[tuple, tuple[float, Candidate]] = {}
+    fastest = math.inf
+    for candidate in candidates:
+        if candidate.key not in tried and not judge.hopeless(candidate, fastest):
+            tried[candidate.key] = judge.trial(candidate), candidate
+            fastest = min(fastest, tried[candidate.key][0])
+    starts: dict[tuple, tuple[float, Candidate]] = {}
+    for entry in sorted(tried.values(), key=lambda entry: entry[0]):
+        starts.setdefault((entry[1].generator, entry[1].trainer_group), entry)
+    left = min(space.search.variations, VARIATION_SAMPLES // (judge.steps * space.case.workload.samples))
+    for start in list(starts.values())[:STARTS]:
+        left = _climb(space, judge, start, tried, left)
+    fastest = min(seconds for seconds, _ in tried.values())
+    unlike = {seconds: candidate for seconds, candidate in reversed(tried.values()) if seconds <= CLOSE * fastest}
+    last = [unlike[seconds] for seconds in sorted(unlike)[: space.search.finalists]]
+    return min((judge.final(candidate) for candidate in last), key=lambda choice: choice.simulation.makespan_s)
+
+
+def _climb(
+    space: _Space, judge: _Judge, start: tuple[float, Candidate], tried: dict[tuple, tuple[float, Candidate]], left: int
+) -> int:
+    """Go to the first faster variation until there is none or no trial is left; returns the trials left."""
+    seconds, here = start
+    moved = True
+    while moved:
+        moved = False
+        for other in space.variations(here):
+            if other.key not in tried:
+                if judge.hopeless(other, seconds):
+                    continue
+                if left == 0:
+                    return 0
+                tried[other.key] = judge.trial(other), other
+                left -= 1
+            if tried[other.key][0] < seconds * (1 - 1e-6):
+                seconds, here = tried[other.key]
+                moved = True
+                break
+    return left
+
+
+def _take_over(judge: _Judge, row: Choice, rows: Sequence[Choice]) -> Choice:
+    """The best of what won for a policy and ratio and of what won for the others, run with this policy and ratio."""
+    mine = row.candidate.schedule
+    best, seconds = row, judge.trial(row.candidate)
+    for other in rows:
+        schedule = replace(other.candidate.schedule, policy=mine.policy, max_stale_ratio=mine.max_stale_ratio)
+        candidate = replace(other.candidate, schedule=schedule)
+        if judge.hopeless(candidate, seconds) or judge.trial(candidate) > CLOSE * seconds:
             continue
-        tried.add(key)
-        result = _play(case, candidate, trial)
-        trials.append((_steady(result), order, candidate))
-    trials.sort(key=lambda entry: entry[:2])
-    finals = [
-        (order, Choice(candidate, _play(case, candidate, search.final_steps))) for _, order, candidate in trials[:4]
-    ]
-    winner = min(finals, key=lambda entry: (entry[1].simulation.makespan_s, entry[0]))
-    return winner[1], len(trials) + len(finals)
+        best = min(best, judge.final(candidate), key=lambda choice: choice.simulation.makespan_s)
+    return best
 
 
 def plan_colocated(case: Case, testbed: Testbed, search: Search | None = None) -> Choice:

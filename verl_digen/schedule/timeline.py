@@ -14,6 +14,9 @@ COLOURS = {
     "commit": "#1d3557",
     "publish": "#e09f3e",
     "score": "#8d6cab",
+    "decode": "#2f6b4a",
+    "fetch": "#a8c4e5",
+    "assemble": "#c9b458",
     "switch": "#c8553d",
     "down": "#222222",
 }
@@ -75,8 +78,9 @@ def _rows(trace: Trace, most: int) -> tuple[list[str], int]:
     """Rows to draw, the Trainer at the bottom and publishes under it, and how many replicas are left out."""
     shown = [row for row in trace.devices if row != "trainer"]
     hidden = max(0, len(shown) - most)
-    extra = [row for row in ("reward", "publish") if any(span.row == row for span in trace.spans)]
-    last = ["trainer"] if "trainer" in trace.devices else []
+    names = {span.row for span in trace.spans}
+    extra = [row for row in ("reward", "driver", "publish") if row in names]
+    last = ["trainer"] if "trainer" in names or "trainer" in trace.devices else []
     return shown[:most] + last + extra, hidden
 
 

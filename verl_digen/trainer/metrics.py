@@ -8,15 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from verl_digen.config.plan import RunPlan
-from verl_digen.rollout.requests import FragmentReport
+from verl_digen.rollout.manager import Activity
 from verl_digen.trainer.step import StepOutcome
 
 
 def step_metrics(
     outcome: StepOutcome,
     plan: RunPlan,
-    reports: Sequence[FragmentReport],
-    reward_seconds: float,
+    activity: Activity,
     timing_raw: dict[str, float],
     *,
     step: int,
@@ -30,15 +29,16 @@ def step_metrics(
     ``staleness/*`` (versions between generating and training).
 
     Args:
-        reports: of the training fragments generated in this step; validation fragments are left out.
+        activity: of replicas and reward workers in this step.
         version: version under which the step was to be generated.
     """
     out: dict[str, float] = {"training/global_step": step, "training/epoch": epoch}
     out |= _rewards(outcome)
     out |= {f"advantage/{k}": v for k, v in outcome.advantage_metrics.items() if not k.startswith("reward")}
-    out |= {f"actor/{k}": v for k, v in merge_commits(outcome.commits).items()}
+    merged = merge_commits(outcome.commits)
+    out |= {f"actor/{k}": v for k, v in merged.items() if k not in ("commit_started", "commit_ended")}
     out |= {f"timing_s/{k}": v for k, v in timing_raw.items()}
-    out |= _performance(outcome, plan, reports, reward_seconds, timing_raw)
+    out |= _performance(outcome, plan, activity, timing_raw)
     lags = [version - s.version for s in outcome.samples]
     out |= {"staleness/max": max(lags), "staleness/stale_ratio": float(np.mean([lag > 0 for lag in lags]))}
     return out
@@ -81,21 +81,23 @@ def merge_commits(commits: Sequence[dict[str, float]]) -> dict[str, float]:
     return merged
 
 
-def _performance(outcome, plan: RunPlan, reports, reward_seconds, timing_raw) -> dict[str, float]:
+def _performance(outcome, plan: RunPlan, activity: Activity, timing_raw) -> dict[str, float]:
     seconds = timing_raw["step"]
-    training = [r for r in reports if any(r.transitions)]
+    training = activity.reports
     generating = sum(r.ended - r.started for r in training)
-    tiles = outcome.phases.get("tiles", 0.0) + outcome.phases.get("fetch", 0.0)
+    fetch, tiles = (sum(done[name] for done in outcome.accumulated) for name in ("fetch", "tiles"))
     committing = sum(commit["commit_s"] for commit in outcome.commits) * plan.trainer_ranks
     devices = plan.trainer_ranks + (plan.replicas if plan.digen.placement == "disaggregated" else 0)
     out = {
         "perf/samples_per_s": plan.samples / seconds,
         "perf/samples_per_s_per_device": plan.samples / seconds / devices,
         "perf/utilisation_generator": generating / (plan.replicas * seconds),
-        "perf/utilisation_trainer": (tiles + committing) / (plan.trainer_ranks * seconds),
-        "perf/reward_worker_s": reward_seconds,
-        "timing_s/fetch": outcome.phases.get("fetch", 0.0) / plan.trainer_ranks,
-        "timing_s/tiles": outcome.phases.get("tiles", 0.0) / plan.trainer_ranks,
+        "perf/utilisation_trainer": (fetch + tiles + committing) / (plan.trainer_ranks * seconds),
+        "perf/reward_worker_s": sum(scoring.ended - scoring.started for scoring in activity.scorings),
+        "timing_s/fetch": fetch / plan.trainer_ranks,
+        "timing_s/tiles": tiles / plan.trainer_ranks,
+        "timing_s/driver_waits_for_trainer": outcome.waited,
+        "actor/repeated_batches": float(outcome.repeated),
     }
     for phase in ("encode", "denoise", "decode", "store"):
         out[f"timing_s/{phase}"] = sum(r.phases[phase] for r in training) / plan.replicas

@@ -20,8 +20,7 @@ import torch
 from verl.utils.debug import marked_timer
 
 from verl_digen.config.plan import RunPlan
-from verl_digen.diffusion.advantages import group_advantages
-from verl_digen.engine.tiles import count_tiles
+from verl_digen.diffusion.advantages import ADVANTAGE_EPS, group_advantages
 from verl_digen.rollout.manager import DiffusionRolloutManager, GroupResult
 from verl_digen.rollout.requests import PromptGroup, SampleResult
 from verl_digen.trainer.worker import TrainFragment
@@ -35,33 +34,25 @@ class StepError(RuntimeError):
 
 @dataclass
 class StepOutcome:
-    """What a step leaves behind for metrics and dumps."""
+    """What a step leaves behind for metrics and dumps.
+
+    Attributes:
+        accumulated: what each rank says of each fragment it accumulated.
+        repeated: logical batches that were accumulated twice (``norm: global`` whose clamp became active).
+        waited: seconds that the driver waited for the Trainer.
+    """
 
     groups: list[GroupResult] = field(default_factory=list)
     advantages: dict[Sample, float] = field(default_factory=dict)
     commits: list[dict[str, float]] = field(default_factory=list)
     advantage_metrics: dict[str, float] = field(default_factory=dict)
-    phases: dict[str, float] = field(default_factory=dict)
+    repeated: int = 0
+    accumulated: list[dict[str, Any]] = field(default_factory=list)
+    waited: float = 0.0
 
     @property
     def samples(self) -> list[SampleResult]:
         return [sample for group in self.groups for sample in group.samples]
-
-
-def split_samples(samples: Sequence[Sample], ranks: int, offset: int = 0) -> tuple[tuple[Sample, ...], ...]:
-    """Share samples over ranks in contiguous pieces whose sizes differ by at most one; none twice, none lost.
-
-    Args:
-        offset: which rank gets the first of the larger pieces, so that many small fragments balance out.
-    """
-    base, extra = divmod(len(samples), ranks)
-    larger = {(offset + i) % ranks for i in range(extra)}
-    shares, start = [], 0
-    for rank in range(ranks):
-        size = base + (rank in larger)
-        shares.append(tuple(samples[start : start + size]))
-        start += size
-    return tuple(shares)
 
 
 class TrainingStep:
@@ -109,8 +100,7 @@ class TrainingStep:
             raise
         order = {group.uid: i for i, group in enumerate(groups)}
         outcome.groups.sort(key=lambda result: order[result.group.uid])
-        if not plan.one_shot:
-            self._advantages(outcome.groups, outcome)  # the metrics of the whole step; the values stay what they are
+        _, outcome.advantage_metrics = self._advantages(outcome.groups, plan.digen.algorithm.norm)  # of the whole step
         return outcome
 
     # ---- the two orders of work ----------------------------------------------------------------------------
@@ -123,22 +113,28 @@ class TrainingStep:
                 result = self._next_group()
                 results[result.group.uid] = result
         outcome.groups = list(results.values())
-        everything = [results[group.uid] for batch in batches for group in batch]
-        advantages = self._advantages(everything, outcome)
+        for batch in batches:
+            members = [results[group.uid] for group in batch]
+            outcome.advantages |= self._advantages(members, self.plan.digen.algorithm.norm)[0]
         with marked_timer("update_actor", timing_raw):
             for _ in range(self.plan.epochs):
                 for batch in batches:
-                    self._begin()
-                    samples = [sample for group in batch for sample in group.samples]
-                    self._get([*self._accumulate(samples, advantages, last=True)], "training a logical batch", outcome)
-                    self._commit(outcome)
+                    self._whole_batch(batch, outcome, "training a logical batch")
 
     def _streaming(self, batches, outcome: StepOutcome, timing_raw) -> None:
-        """Groups are accumulated in the order in which they are completed; a later logical batch waits its turn."""
+        """Groups are accumulated in the order in which they are completed; a later logical batch waits its turn.
+
+        The standard deviation of ``norm: global`` is known at the end only: until then the advantages are centred
+        rewards, and the commit scales their gradient. The loss is linear in that scale unless advantages are clamped;
+        a batch that turns out to need the clamp is accumulated once more, whole.
+        """
         waiting: dict[str, GroupResult] = {}
+        norm = self.plan.digen.algorithm.norm
+        deferred = norm == "global"
         for batch in batches:
             missing = {group.uid for group in batch}
-            self._begin()
+            members: list[GroupResult] = []
+            self._begin(clamped=not deferred)
             refs: list = []
             while missing:
                 uid = next((uid for uid in missing if uid in waiting), None)
@@ -149,21 +145,40 @@ class TrainingStep:
                     continue
                 result = waiting.pop(uid)
                 missing.discard(uid)
+                members.append(result)
                 outcome.groups.append(result)
-                advantages = self._advantages([result], outcome)
-                refs += self._accumulate(result.group.samples, advantages, last=not missing, offset=len(outcome.groups))
+                advantages, _ = self._advantages([result], "none" if deferred else norm)
+                outcome.advantages |= advantages
+                refs += self._accumulate(result.group.samples, advantages, last=not missing, rotate=len(outcome.groups))
             with marked_timer("update_actor", timing_raw):
                 self._get(refs, "training the fragments of a logical batch", outcome)
-                self._commit(outcome)
+                if deferred:
+                    self._commit_deferred(batch, members, outcome)
+                else:
+                    self._commit(outcome)
         for _ in range(1, self.plan.epochs):
             for batch in batches:
                 with marked_timer("update_actor", timing_raw):
-                    self._begin()
-                    samples = [sample for group in batch for sample in group.samples]
-                    self._get(self._accumulate(samples, outcome.advantages, last=True), "training an epoch", outcome)
-                    self._commit(outcome)
+                    self._whole_batch(batch, outcome, "training an epoch")
 
     # ---- pieces --------------------------------------------------------------------------------------------
+
+    def _whole_batch(self, batch: Sequence[PromptGroup], outcome: StepOutcome, doing: str) -> None:
+        """A logical batch as one fragment, with the advantages that are known by now."""
+        self._begin()
+        samples = [sample for group in batch for sample in group.samples]
+        self._get(self._accumulate(samples, outcome.advantages, last=True), doing, outcome)
+        self._commit(outcome)
+
+    def _commit_deferred(self, batch, members: list[GroupResult], outcome: StepOutcome) -> None:
+        advantages, metrics = self._advantages(members, "global")
+        outcome.advantages |= advantages
+        if max(map(abs, advantages.values())) > self.plan.digen.algorithm.adv_max:
+            self._get(self.actor_wg.abort(), "dropping a logical batch whose advantages are clamped")
+            self._whole_batch(batch, outcome, "training a logical batch whose advantages are clamped")
+            outcome.repeated += 1
+        else:
+            self._commit(outcome, scale=1.0 / (metrics["reward_std"] + ADVANTAGE_EPS))
 
     def _next_group(self) -> GroupResult:
         failure = self.plan.digen.failure
@@ -171,38 +186,30 @@ class TrainingStep:
         attempts = failure.max_retries + 1
         return self.manager.next_group(2 * attempts * (failure.generate_timeout_s + failure.reward_timeout_s))
 
-    def _advantages(self, results: Sequence[GroupResult], outcome: StepOutcome) -> dict[Sample, float]:
+    def _advantages(self, results: Sequence[GroupResult], norm: str) -> tuple[dict[Sample, float], dict[str, float]]:
+        """Advantages by sample, and statistics of the rewards."""
         samples = [s for result in results for s in result.samples]
         dtype = getattr(torch, self.plan.digen.arithmetic)
-        values, outcome.advantage_metrics = group_advantages(
-            torch.tensor([s.reward for s in samples], dtype=dtype),
-            [s.uid for s in samples],
-            norm=self.plan.digen.algorithm.norm,
-        )
-        advantages = {(s.uid, s.j): float(a) for s, a in zip(samples, values.tolist(), strict=True)}
-        outcome.advantages |= advantages
-        return advantages
+        rewards = torch.tensor([s.reward for s in samples], dtype=dtype)
+        values, metrics = group_advantages(rewards, [s.uid for s in samples], norm=norm)
+        return {(s.uid, s.j): float(a) for s, a in zip(samples, values.tolist(), strict=True)}, metrics
 
-    def _begin(self) -> None:
-        self._get(self.actor_wg.begin(self.plan.cells_per_batch, self.plan.on_policy), "opening a transaction")
-
-    def _accumulate(self, samples, advantages, *, last: bool, offset: int = 0) -> list:
+    def _begin(self, clamped: bool = True) -> None:
         plan = self.plan
-        shares = split_samples(samples, plan.trainer_ranks, offset)
-        tsp = plan.digen.tsp
-        tiles = max(
-            count_tiles([plan.transitions] * len(share), max_cells=tsp.max_cells, tsp=tsp.enable) for share in shares
-        )
+        self._get(self.actor_wg.begin(plan.cells_per_batch, plan.on_policy, clamped), "opening a transaction")
+
+    def _accumulate(self, samples, advantages, *, last: bool, rotate: int = 0) -> list:
         fragment = TrainFragment(
-            shares=shares,
+            samples=tuple(samples),
+            transitions=self.plan.transitions,
             advantages={sample: advantages[sample] for sample in samples},
-            num_tiles=tiles,
+            rotate=rotate,
             last=last,
         )
         return self.actor_wg.accumulate(fragment)
 
-    def _commit(self, outcome: StepOutcome) -> None:
-        outcome.commits.append(self._get(self.actor_wg.commit(), "committing a logical batch")[0])
+    def _commit(self, outcome: StepOutcome, scale: float = 1.0) -> None:
+        outcome.commits.append(self._get(self.actor_wg.commit(scale), "committing a logical batch")[0])
 
     def _get(self, refs: list, doing: str, outcome: StepOutcome | None = None) -> list[Any]:
         started = time.perf_counter()
@@ -214,8 +221,6 @@ class TrainingStep:
                 f"{self.plan.trainer_ranks} ranks"
             ) from error
         if outcome is not None:
-            for result in results:
-                for name, seconds in result.items():
-                    outcome.phases[name] = outcome.phases.get(name, 0.0) + seconds
-            outcome.phases["wait"] = outcome.phases.get("wait", 0.0) + time.perf_counter() - started
+            outcome.accumulated += results
+            outcome.waited += time.perf_counter() - started
         return results

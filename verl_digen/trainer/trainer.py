@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import Any
 
 import ray
@@ -35,12 +36,15 @@ from verl_digen.models.family import Guidance, family_for
 from verl_digen.rollout.manager import RolloutPool
 from verl_digen.rollout.replica import DiffusersReplica, DiffusionRolloutWorker
 from verl_digen.rollout.requests import TRAIN, PromptGroup, row_key
+from verl_digen.schedule.measure import Measured
 from verl_digen.sync.publisher import PublishError, WeightPublisher
 from verl_digen.trainer import metrics as digen_metrics
 from verl_digen.trainer.pools import ROLLOUT_POOL, TRAINER_POOL, DigenResourcePoolManager
 from verl_digen.trainer.resume import find_checkpoint, load_engine_state, save_trainer
 from verl_digen.trainer.rewards import DiffusionRewardLoopManager
 from verl_digen.trainer.step import StepOutcome, TrainingStep
+from verl_digen.trainer.timeline import StepTimes, bubble_metrics, learn, step_trace
+from verl_digen.trainer.tracefiles import write_step_trace
 from verl_digen.trainer.validate import Validator, dump_samples
 from verl_digen.trainer.worker import DiffusionActorWorker
 
@@ -62,6 +66,8 @@ class DigenTrainer(PPOTrainer):
         self.use_reference_policy = False  # the reference lives in the training engine
         self.outcome: StepOutcome | None = None
         self._sync_metrics: dict[str, float] = {}
+        self._times = StepTimes(started=time.time())
+        self.measured = Measured()
 
     def _build_replay_buffer(self) -> None:
         """Groups are assembled by the rollout manager, which knows their samples; there is no replay buffer."""
@@ -173,11 +179,10 @@ class DigenTrainer(PPOTrainer):
     def disaggregated(self) -> bool:
         return self.plan.digen.placement == "disaggregated"
 
-    def _start_workers(self) -> None:
-        """Start all processes of both pools; nothing is loaded yet."""
-        actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+    def step_rule(self) -> StepRule:
+        """How the plan scores and weighs cells."""
         plan, digen = self.plan, self.plan.digen
-        rule = StepRule(
+        return StepRule(
             kind=digen.sampling.kind,
             eta=digen.sampling.eta,
             guidance=self.guidance,
@@ -189,10 +194,15 @@ class DigenTrainer(PPOTrainer):
                 kl_beta=plan.kl_beta,
                 kl_form=digen.algorithm.kl_form,
             ),
-            max_cells=digen.tsp.max_cells,
             tsp=digen.tsp.enable,
+            reduce=digen.tsp.reduce,
             num_steps=digen.sampling.num_steps,
         )
+
+    def _start_workers(self) -> None:
+        """Start all processes of both pools; nothing is loaded yet."""
+        actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+        plan, digen = self.plan, self.plan.digen
         bucket = self.config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
         device = self.config.trainer.device
         actor_class = RayClassWithInitArgs(
@@ -206,7 +216,7 @@ class DigenTrainer(PPOTrainer):
                 profiler_config=None,
             ),
             digen=digen,
-            rule=rule,
+            rule=self.step_rule(),
             with_reference=plan.with_reference,
             seed=plan.seed,
             colocated=not self.disaggregated,
@@ -320,6 +330,7 @@ class DigenTrainer(PPOTrainer):
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         """One training step under the current version; see :mod:`verl_digen.trainer.step`."""
+        self._times = StepTimes(started=time.time())
         groups = self._groups_of_step(self.global_steps)
         runner = TrainingStep(self.plan, self.actor_rollout_wg, self.agent_loop_manager)
         self.outcome = runner.run(
@@ -362,9 +373,11 @@ class DigenTrainer(PPOTrainer):
 
     def _publish(self) -> None:
         """Publish the current weights; replicas that died meanwhile are replaced, a bounded number of times."""
+        started = time.time()
         for attempt in range(self.plan.digen.failure.max_retries + 1):
             try:
                 self._sync_metrics = self.checkpoint_manager.update_weights(self.global_steps)
+                self._times.publishes.append((started, time.time()))
                 return
             except (ray.exceptions.RayError, TimeoutError) as error:
                 if not self.disaggregated:
@@ -413,19 +426,25 @@ class DigenTrainer(PPOTrainer):
         return Validator(self).run()
 
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch) -> None:
-        reports, reward_seconds = self.agent_loop_manager.take_reports()
+        activity = self.agent_loop_manager.take_activity()
+        self._times.ended = time.time()
+        trace = step_trace(self.plan, self.outcome, activity, self._times)
+        learn(self.measured, self.plan, self.outcome, activity, self._times)
         metrics.update(
             digen_metrics.step_metrics(
                 self.outcome,
                 self.plan,
-                reports,
-                reward_seconds,
+                activity,
                 timing_raw,
                 step=global_steps,
                 epoch=epoch,
                 version=self.checkpoint_manager.version - 1,
             )
         )
+        metrics.update(bubble_metrics(trace))
+        every = self.plan.digen.trace.every
+        if every and global_steps % every == 0:
+            write_step_trace(self, trace, global_steps)
         metrics.update(self._sync_metrics)
 
     def _log_rollout_data(self, batch, timing_raw, rollout_data_dir) -> None:

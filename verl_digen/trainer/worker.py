@@ -19,11 +19,12 @@ from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_digen.config.digen import DigenConfig
-from verl_digen.engine.tiles import SampleRow
+from verl_digen.engine.tiles import SampleRow, cells_of_rank
+from verl_digen.engine.tilesize import TileSize
 from verl_digen.engine.transaction import StepRule, Transaction, TransactionError
-from verl_digen.platform.memory import peak_memory_bytes, reset_peak_memory
+from verl_digen.platform.memory import peak_memory_bytes, reset_peak_memory, synchronize
 from verl_digen.rollout.replica import RolloutRole
-from verl_digen.rollout.requests import row_key
+from verl_digen.rollout.requests import Fragment, row_key
 from verl_digen.sync.channel import DigenCheckpointEngine
 from verl_digen.sync.checksum import tensors_checksum
 
@@ -33,16 +34,18 @@ class TrainFragment:
     """A scored fragment as the Trainer accumulates it.
 
     Attributes:
-        shares: samples (uid, j) of each rank; a share may be empty.
+        samples: (uid, j).
+        transitions: trained transitions K of each sample.
         advantages: by (uid, j).
-        num_tiles: tiles that every rank runs.
+        rotate: which rank takes the first, larger share, so that many small fragments balance out.
         last: it completes the logical batch.
         partition: of the TransferQueue.
     """
 
-    shares: tuple[tuple[tuple[str, int], ...], ...]
+    samples: tuple[tuple[str, int], ...]
+    transitions: int
     advantages: dict[tuple[str, int], float]
-    num_tiles: int
+    rotate: int
     last: bool
     partition: str = "train"
 
@@ -80,6 +83,7 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
         self.digen, self.rule, self.seed, self.colocated = digen, rule, seed, colocated
         self.engine.configure(digen, with_reference=with_reference, seed=seed)
         self.transaction: Transaction | None = None
+        self._paused = False
         self._commits = 0
         self._published: tuple[int, bool, int] = (-1, False, 0)
         self.checkpoint_engine = DigenCheckpointEngine(
@@ -90,6 +94,10 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
     def init_model(self) -> dict[str, Any]:
         """Build the engine, and the replica in colocated placement."""
         self.engine.initialize()
+        tsp = self.digen.tsp
+        self.tile_size = TileSize(
+            max_cells=tsp.max_cells, auto=tsp.auto, memory_fraction=tsp.memory_fraction, device=self.engine.device
+        )
         tq.init()
         if self.colocated:
             self.init_sampler(self.model_config, self.digen, self.seed, f"replica{dist.get_rank()}")
@@ -98,8 +106,8 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
     # ---- transaction ---------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def begin(self, planned_cells: int, on_policy: bool) -> None:
-        """Open the transaction of a logical batch."""
+    def begin(self, planned_cells: int, on_policy: bool, clamped: bool = True) -> None:
+        """Open the transaction of a logical batch; see :class:`Transaction`."""
         if self.transaction is not None:
             raise TransactionError("a transaction is open already; commit or abort it first")
         reset_peak_memory()
@@ -108,38 +116,88 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
         self._mode = self.engine.train_mode()
         self._mode.__enter__()
         self._conditions: dict[str, tuple[dict, dict | None]] = {}
-        self.transaction = Transaction(self.engine, self.rule, planned_cells=planned_cells, on_policy=on_policy)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def accumulate(self, fragment: TrainFragment) -> dict[str, float]:
-        """Fetch this rank's rows and run its tiles; returns seconds by phase."""
-        transaction = self._open()
-        started = time.perf_counter()
-        share = fragment.shares[dist.get_rank()]
-        first = next(s for shares in fragment.shares for s in shares)
-        rows = self._fetch(share or (first,), fragment)
-        fetched = time.perf_counter()
-        torch.set_num_threads(self._train_threads)  # the TransferQueue's client sets its own
-        transaction.accumulate(
-            rows if share else [], num_tiles=fragment.num_tiles, idle_row=rows[0], last=fragment.last
+        self.transaction = Transaction(
+            self.engine,
+            self.rule,
+            self.tile_size,
+            planned_cells=planned_cells,
+            on_policy=on_policy,
+            clamped=clamped,
         )
-        return {"fetch": fetched - started, "tiles": time.perf_counter() - fetched}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def commit(self) -> dict[str, float]:
+    def accumulate(self, fragment: TrainFragment) -> dict[str, Any]:
+        """Fetch this rank's rows and run its tiles; returns what was done and when."""
+        transaction = self._open()
+        started = time.time()
+        if self._paused:
+            self._wake()
+        ranks = dist.get_world_size()
+        tiles = cells_of_rank(
+            len(fragment.samples),
+            fragment.transitions,
+            rank=(dist.get_rank() - fragment.rotate) % ranks,
+            ranks=ranks,
+            max_cells=self.tile_size.cells,
+            tsp=self.rule.tsp,
+        )
+        needed = sorted({sample for tile in tiles for sample, _ in tile}) or [0]
+        rows = dict(zip(needed, self._fetch([fragment.samples[i] for i in needed], fragment), strict=True))
+        fetched = time.time()
+        torch.set_num_threads(self._train_threads)  # the TransferQueue's client sets its own
+        tile_times = transaction.accumulate(rows, tiles, idle_row=rows[needed[0]], last=fragment.last)
+        self.tile_size.end_of_fragment()
+        if self.engine.device.type != "cpu":  # the host's clock runs ahead of the device's: share its time by cells
+            synchronize()
+            tile_times = _by_cells(fetched, time.time(), [cells for _, _, cells in tile_times])
+        ended = time.time()
+        return {
+            "fetch": fetched - started,
+            "tiles": ended - fetched,
+            "started": started,
+            "fetched": fetched,
+            "ended": ended,
+            "rank": dist.get_rank(),
+            "rounds": len(tiles),
+            "tile_times": tile_times,
+        }
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def commit(self, scale: float = 1.0) -> dict[str, float]:
         """Step the optimizer once and close the transaction."""
         transaction = self._open()
-        started = time.perf_counter()
+        started = time.time()
+        if self._paused:
+            self._wake()
         try:
             total = torch.tensor([transaction.cells], dtype=torch.int64, device=self.engine.device)
             dist.all_reduce(total)
-            metrics = transaction.commit(int(total))
+            metrics = transaction.commit(int(total), scale)
             self._commits += 1
         finally:
             self._close()
-        metrics["commit_s"] = time.perf_counter() - started
+        ended = time.time()
+        metrics |= {"commit_s": ended - started, "commit_started": started, "commit_ended": ended}
         metrics["peak_memory_gb"] = peak_memory_bytes() / 2**30
+        metrics["tile_cells"] = self.tile_size.cells if self.tile_size.auto else 0
+        metrics["tile_splits"] = self.tile_size.splits
         return metrics
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def generate(self, fragment: Fragment):
+        """As a replica (colocated): with offloading, an open transaction leaves the device to the sampler."""
+        if self.transaction is not None and self.engine.is_param_offload_enabled and not self._paused:
+            self.transaction.pause()
+            self.engine.to("cpu", model=True, optimizer=False, grad=False)
+            self._paused = True
+        return super().generate(fragment)
+
+    def _wake(self) -> None:
+        """Undo what :meth:`generate` put aside."""
+        self.sampler.to(torch.device("cpu"))
+        self.engine.to(get_device_name(), model=True, optimizer=False, grad=False)
+        self.transaction.resume()
+        self._paused = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def abort(self) -> None:
@@ -155,6 +213,7 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
 
     def _close(self) -> None:
         self.transaction = None
+        self._paused = False
         self._mode.__exit__(None, None, None)
 
     def _fetch(self, samples, fragment: TrainFragment) -> list[SampleRow]:
@@ -255,3 +314,12 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
             (name, p.full_tensor() if isinstance(p, DTensor) else p)
             for name, p in ((n, p.detach()) for n, p in self.engine.named_trainable())
         )
+
+
+def _by_cells(started: float, ended: float, cells: list[int]) -> list[tuple[float, float, int]]:
+    """Start, end and cells of tiles that together took from ``started`` to ``ended``."""
+    weights = [max(count, 1) for count in cells]
+    edges = [started]
+    for weight in weights:
+        edges.append(edges[-1] + (ended - started) * weight / sum(weights))
+    return list(zip(edges, edges[1:], cells, strict=False))
