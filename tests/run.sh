@@ -22,7 +22,7 @@ fi
 
 # Several processes of a run share the cores: one thread each is faster than a fight over them.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" MKL_NUM_THREADS="${MKL_NUM_THREADS:-1}"
-export TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+export TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 # Nothing in the tests needs the network or an account.
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline RAY_USAGE_STATS_ENABLED=0 RAY_DISABLE_IMPORT_WARNING=1
 

@@ -8,12 +8,14 @@ import time
 
 import psutil
 import pytest
+import yaml
 
 from verl_digen.bench import digits
 from verl_digen.bench.digits import MODES, Measurement, Plan, order_of_runs, read_measurement, report, run_command
 from verl_digen.bench.processes import RunFailed, Watched, kind_of, watch
 from verl_digen.cli import bench as cli
 from verl_digen.cli import main
+from verl_digen.schedule.measure import Measured
 
 KEYS = {"mode", "step_s", "ratio_to_floor", "samples_per_s"}
 
@@ -136,11 +138,16 @@ def test_without_a_floor_there_is_no_ratio(tmp_path):
 def test_command_prints_a_table_or_json(tmp_path, monkeypatch, capsys, as_json):
     """The whole command, with measurements in place of runs."""
     monkeypatch.setattr(digits, "_measure_floor", lambda spec, folder, plan: _measured("floor", 2.0))
-    monkeypatch.setattr(
-        digits,
-        "_measure_mode",
-        lambda mode, *_: _measured(mode, 2.5, memory_mb={"driver": 1.0}, processes={"driver": 1}),
-    )
+    costs = Measured()
+    costs.denoise.observe(4, 0.004)
+    costs.tile.observe(4, 0.012)
+
+    def measure_mode(mode, folder, plan, overrides):
+        (folder / "traces").mkdir()
+        (folder / "traces" / "costs.yaml").write_text(yaml.safe_dump({"measured": costs.state_dict()}))
+        return _measured(mode, 2.5, memory_mb={"driver": 1.0}, processes={"driver": 1})
+
+    monkeypatch.setattr(digits, "_measure_mode", measure_mode)
     monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
     arguments = ["bench", "digits", "--modes", "floor,gap", "--out", str(tmp_path), "actor_rollout_ref.rollout.n=4"]
     assert main.main(arguments + ["--json"] * as_json) == 0
@@ -149,7 +156,11 @@ def test_command_prints_a_table_or_json(tmp_path, monkeypatch, capsys, as_json):
     if as_json:
         found = json.loads(printed.out)
         assert [row["mode"] for row in found["rows"]] == ["floor", "gap"]
-        assert found["rows"][1]["ratio_to_floor"] == 1.25 and found["samples_per_step"] == 40
+        row = found["rows"][1]
+        assert row["ratio_to_floor"] == 1.25 and found["samples_per_step"] == 40
+        # 10 groups of 4: a group takes 10 steps of 4 ms to generate and 9 tiles of 12 ms to train, one after another
+        assert row["bound_s"] <= row["predicted_s"] == pytest.approx(0.04 + 10 * 9 * 0.012)
+        assert row["deviation"] == pytest.approx(2.5 / row["predicted_s"] - 1)
     else:
         assert "1.250" in printed.out and "drift 0.0%" in printed.out
     assert len((tmp_path / "measurements.jsonl").read_text().splitlines()) == 3

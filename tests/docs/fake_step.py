@@ -10,11 +10,15 @@ from verl_digen.diffusion.advantages import group_advantages
 from verl_digen.diffusion.losses import FlowGRPOConfig, compute_loss, summarise_metrics
 
 # summed up by the engine's transaction and by the worker around it (engine/transaction.py, trainer/worker.py)
-COMMIT_EXTRAS = ("log_prob_gap_mean", "log_prob_gap_max", "grad_norm", "lr", "commit_s", "peak_memory_gb")
+COMMIT_EXTRAS = (
+    *("log_prob_gap_mean", "log_prob_gap_max", "grad_norm", "lr", "commit_s", "commit_started", "commit_ended"),
+    *("peak_memory_gb", "tile_cells", "tile_splits"),
+)
 SYNC = ("sync/seconds", "sync/bytes", "sync/changed")
 
 
 def logged_names() -> list[str]:
+    from verl_digen.rollout.manager import Activity, Scoring
     from verl_digen.trainer.metrics import step_metrics
 
     cells = {name: torch.zeros(2, 1) for name in ("mean", "mean_ref")}
@@ -26,7 +30,9 @@ def logged_names() -> list[str]:
         samples=samples,
         groups=[SimpleNamespace(samples=samples)],
         commits=[commit],
-        phases={"tiles": 1.0, "fetch": 1.0},
+        accumulated=[{"tiles": 1.0, "fetch": 1.0}],
+        waited=0.5,
+        repeated=0,
         advantage_metrics=group_advantages(torch.tensor([0.0, 1.0]), ["a", "a"])[1],
     )
     plan = SimpleNamespace(trainer_ranks=1, replicas=1, samples=2, digen=SimpleNamespace(placement="disaggregated"))
@@ -38,4 +44,5 @@ def logged_names() -> list[str]:
         peak_memory_bytes=1,
     )
     timing = dict.fromkeys(("step", "gen", "update_actor", "update_weights"), 1.0)
-    return [*step_metrics(outcome, plan, [report], 0.1, timing, step=1, epoch=0, version=0), *SYNC]
+    activity = Activity([report], [Scoring(1, 0, 2, 0.0, 0.1)])
+    return [*step_metrics(outcome, plan, activity, timing, step=1, epoch=0, version=0), *SYNC]

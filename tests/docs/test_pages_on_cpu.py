@@ -45,7 +45,7 @@ def test_relative_links_lead_somewhere(page):
 
 FILE = re.compile(r"(?<![\w./-])((?:[\w.-]+/)*[\w.-]+\.(?:py|md|yaml|sh|patch|svg|png|txt|toml))(?![\w/])")
 # what a run or a user makes
-MADE = re.compile(r"(my_rewards\.py|step_\d+\.png|latest_checkpointed_iteration\.txt|ladder\.png)$")
+MADE = re.compile(r"(my_rewards\.py|step_\d+\.png|latest_checkpointed_iteration\.txt|ladder\.png|costs\.yaml)$")
 
 
 @pages

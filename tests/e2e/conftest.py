@@ -9,7 +9,7 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 
 import pytest
 
-from tests.e2e.harness import SMALL, Run, compose
+from tests.e2e.harness import SETS, SMALL, Run, compose
 
 
 @pytest.fixture(scope="session")
@@ -24,13 +24,13 @@ def digits_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def cluster(digits_dir):
-    """A local Ray cluster that declares 8 GPUs, and a TransferQueue on it."""
+    """A local Ray cluster that declares 16 GPUs, and a TransferQueue on it."""
     import ray
     import transfer_queue as tq
 
     ray.init(
-        num_cpus=16,
-        num_gpus=8,
+        num_cpus=32,
+        num_gpus=16,
         # every process costs seconds of a core: start none ahead of its use
         _system_config={"prestart_worker_first_driver": False, "enable_worker_prestart": False},
         include_dashboard=False,
@@ -73,21 +73,35 @@ def launch(cluster, digits_dir, tmp_path):
         run.close()
 
 
-@pytest.fixture(scope="module")
-def processes(cluster, digits_dir, tmp_path_factory):
-    """``processes(name, *overrides)``: the running set of that name, started if it is not the one at hand.
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Note on a test that it failed."""
+    report = (yield).get_result()
+    item.failed = getattr(item, "failed", False) or report.failed
 
-    One set is kept at a time. ``processes(None)`` ends it; call it when a test has left the set in an unknown state.
-    """
-    start, _ = _launcher(digits_dir, tmp_path_factory.mktemp("processes"))
-    at_hand: dict[str, Run] = {}
 
-    def get(name: str | None, *overrides: str, **options) -> Run | None:
-        for other in [other for other in at_hand if other != name]:
-            at_hand.pop(other).close()
-        if name is not None and name not in at_hand:
-            at_hand[name] = start(*overrides, name="".join(c if c.isalnum() else "_" for c in name), **options)
-        return at_hand.get(name)
+@pytest.fixture(scope="session")
+def sets(cluster, digits_dir, tmp_path_factory):
+    """Running sets of processes by name (see ``harness.SETS``); ended with the session."""
+    start, _ = _launcher(digits_dir, tmp_path_factory.mktemp("sets"))
+    running: dict[str, Run] = {}
+    yield running, start
+    for run in running.values():
+        run.close()
 
-    yield get
-    get(None)
+
+def _shared(name: str):
+    @pytest.fixture(name=name)
+    def shared(sets, request):
+        running, start = sets
+        if name not in running:
+            running[name] = start(*SETS[name], name=name)
+        yield running[name]
+        if request.node.failed:  # it may be in any state: the next test gets a new one
+            running.pop(name).close()
+
+    shared.__doc__ = f"The set of processes ``{name}``; call ``again`` before use."
+    return shared
+
+
+one, pools = _shared("one"), _shared("pools")

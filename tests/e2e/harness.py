@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import ray
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch.distributed.tensor import DTensor
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.engine import EngineRegistry
 
 from verl_digen.config.plan import resolve_plan
 
@@ -51,6 +54,13 @@ def disaggregated(replicas: int = 1) -> list[str]:
         "actor_rollout_ref.rollout.nnodes=1",
         f"actor_rollout_ref.rollout.n_gpus_per_node={replicas}",
     ]
+
+
+# the sets of processes that tests share, see conftest.py
+SETS = {
+    "one": FLOAT64,
+    "pools": [*FLOAT64, *disaggregated(3), "trainer.n_gpus_per_node=2"],
+}
 
 
 def compose(digits_dir: Path, run_dir: Path, overrides: list[str]) -> DictConfig:
@@ -99,6 +109,32 @@ def _reset(worker, rule, digen) -> None:
     worker.transaction = None
 
 
+def _rebuild(worker, model_config, engine_config, rule, digen, with_reference: bool):
+    """On a training worker: another model in the same process."""
+    worker.model_config, worker.digen, worker.rule = model_config, digen, rule
+    old = worker.engine
+    worker.engine = EngineRegistry.new(
+        model_type=worker.config.model_type,
+        backend=worker.engine_config.strategy,
+        model_config=model_config,
+        engine_config=engine_config,
+        optimizer_config=old.optimizer_config,
+        checkpoint_config=old.checkpoint_config,
+    )
+    worker.engine.configure(digen, with_reference=with_reference, seed=worker.seed)
+    worker.init_model()
+    _remember_start(worker)
+
+
+def _rebuild_sampler(worker, model_config, digen) -> None:
+    worker.init_sampler(model_config, digen, worker.sampler.seed, worker._replica_name)
+
+
+def _rebuild_reward(worker, config) -> None:
+    worker.config = config
+    worker._init_reward_fn()
+
+
 def _whole_weights(worker) -> dict[str, torch.Tensor]:
     """On a training worker: every trained tensor; all ranks gather together."""
     return {
@@ -123,6 +159,7 @@ class Run:
     manager: object = None
     log: list[dict] = field(default_factory=list)
     variants: int = 0
+    tuning: Sequence[str] = ()
 
     def start(self) -> Run:
         self.config = compose(self.digits_dir, self.folder, self.overrides)
@@ -141,21 +178,38 @@ class Run:
         ray.get([w.__ray_call__.remote(_remember_start) for w in self.trainer.actor_rollout_wg.workers])
         return self
 
-    def again(self, *overrides: str) -> Run:
-        """The same processes from the initial weights, with other options that need no other processes."""
+    def again(self, *overrides: str, tuning: Sequence[str] = ()) -> Run:
+        """The same processes from the initial weights, with other options.
+
+        Args:
+            tuning: options that need another engine (LoRA, a reference module, the model); it is built anew in the
+                processes when they differ from those of the call before.
+        """
         trainer, old = self.trainer, self.trainer.plan
         self.variants += 1
         folder = self.folder.with_name(f"{self.folder.name}_{self.variants}")
-        self.config = trainer.config = compose(self.digits_dir, folder, [*self.overrides, *overrides])
+        self.config = trainer.config = compose(self.digits_dir, folder, [*self.overrides, *tuning, *overrides])
         trainer.plan = plan = resolve_plan(self.config)
-        for name in ("trainer_ranks", "replicas", "lora_rank", "seed"):
+        for name in ("trainer_ranks", "replicas", "seed"):
             assert getattr(plan, name) == getattr(old, name), f"{name} needs processes of its own"
         trainer._init_dataloader()
         trainer._check_model()
         trainer.global_steps = 0
-        ranks = trainer.actor_rollout_wg.workers
-        ray.get([w.__ray_call__.remote(_reset, trainer.step_rule(), plan.digen) for w in ranks])
-        ray.get([r.workers[0].__ray_call__.remote(_configure_sampler, plan.digen) for r in trainer.replicas])
+        ranks, samplers = trainer.actor_rollout_wg.workers, [r.workers[0] for r in trainer.replicas]
+        rule, model = trainer.step_rule(), trainer.model_config
+        if tuning != self.tuning:
+            self.tuning = tuning
+            reference = resolve_plan(compose(self.digits_dir, folder, [*self.overrides, *tuning])).with_reference
+            engine = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor).engine
+            ray.get([w.__ray_call__.remote(_rebuild, model, engine, rule, plan.digen, reference) for w in ranks])
+            if trainer.disaggregated:
+                ray.get([s.__ray_call__.remote(_rebuild_sampler, model, plan.digen) for s in samplers])
+                trainer.rollout_class.kwargs.update(model=model, digen=plan.digen)  # for those that are restarted
+            rewards = trainer.reward_loop_manager
+            rewards.config = self.config
+            ray.get([w.__ray_call__.remote(_rebuild_reward, self.config) for w in rewards.reward_loop_workers])
+        ray.get([w.__ray_call__.remote(_reset, rule, plan.digen) for w in ranks])
+        ray.get([s.__ray_call__.remote(_configure_sampler, plan.digen) for s in samplers])
         self.manager.digen, self.manager.group_size = plan.digen, plan.n
         self.manager.pool.expected = trainer.expected_sampling
         self.manager.__dict__.pop("next_group", None)

@@ -93,19 +93,14 @@ def test_everything_on_at_once(launch, tmp_path, monkeypatch):
     assert case.costs.denoise_s > 0 and case.costs.train_cell_s > 0 and case.costs.publish_s > 0
 
 
-def test_emulated_devices_run_the_real_control_plane(launch, tmp_path):
-    """2 + 2 devices that only take times: samples, rewards, tiles, reductions and publishes are real."""
+def test_emulated_devices_run_the_real_control_plane(pools, tmp_path):
+    """3 + 2 devices that only take times: samples, rewards, tiles, reductions and publishes are real."""
     file = RECIPES / "workloads" / "wan2.2-5b.yaml"
     case = scaled(read_case(yaml.safe_load(file.read_text())), scale=1000.0, groups=8)
     data = write_data(case, tmp_path / "emulated")
-    run = launch(
-        *disaggregated(2),
-        *overrides_of(case, data, 2, 2, cells=4),
-        "trainer.v1.digen.preset=digen",
-        "trainer.v1.digen.trace.every=2",
-        steps=2,
-    ).fit()
-    assert [step["actor/cells"] for step in run.steps()] == [8 * 8 * 2] * 2
+    streaming = ["trainer.v1.digen.preset=digen", "trainer.v1.digen.trace.every=3"]
+    run = pools.again(*streaming, tuning=overrides_of(case, data, 3, 2, cells=4)).fit()
+    assert [step["actor/cells"] for step in run.steps()] == [8 * 8 * 2] * 3
     assert all(step["sync/changed"] == 1.0 and step["actor/grad_norm"] > 0 for step in run.steps())
     measured = read_measured([Path(run.config.trainer.default_local_dir) / "traces" / "costs.yaml"]).profile()
     # a pretended device is never faster than its costs

@@ -30,6 +30,9 @@ def test_digits_accuracy_rises(digits_dir, tmp_path):
         f"trainer.test_freq={STEPS}",
         "trainer.save_freq=-1",
         "trainer.v1.digen.preset=digen",
+        "trainer.v1.digen.threads.trainer=1",
+        "trainer.v1.digen.threads.rollout=1",
+        "actor_rollout_ref.rollout.val_kwargs.n=10",
         *disaggregated(),
     ]
     environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(log)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.harness import FLOAT64, disaggregated, relative_difference
+from tests.e2e.harness import relative_difference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -27,6 +27,11 @@ TUNING = {
         "actor_rollout_ref.actor.kl_loss_coef=0.5",
     ],
 }
+TUNING["offloaded"] = [
+    *TUNING["full"],
+    "actor_rollout_ref.actor.fsdp_config.param_offload=true",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
+]
 # What is trained, and how; each has a reference of its own: colocated, one rank, one-shot.
 CASES = {
     "plain": [KL_OFF],
@@ -48,11 +53,6 @@ CASES = {
         "trainer.v1.digen.algorithm.adv_max=0.5",
     ],
 }
-SETS = {
-    "colocated": [],
-    "2 ranks, 3 replicas": [*disaggregated(3), "trainer.n_gpus_per_node=2"],
-    "disaggregated": disaggregated(),
-}
 # name -> (options, order of arrival); 12 or 15 samples do not divide evenly over replicas, ranks, fragments or tiles
 ONE_SHOT = {
     "one-shot": ([], None),
@@ -71,16 +71,16 @@ STREAMING = {
 MODES = ONE_SHOT | STREAMING
 STREAMED = "gap + tsp, 3 cells, backwards"
 
-# in an order that starts each set of processes once; the first set computes the references
+# ``one``: colocated, one rank. ``pools``: two Trainer ranks, three replicas.
 COMBINATIONS = [
-    ("full", "colocated", "plain", "one-shot"),
-    *(("full", "colocated", case, "gap + tsp, all cells") for case in CASES),
-    *(("full", "2 ranks, 3 replicas", "plain", mode) for mode in MODES),
-    *(("full", "2 ranks, 3 replicas", case, STREAMED) for case in list(CASES)[1:]),
-    *(("full", "disaggregated", "plain", mode) for mode in ("one-shot", "gap")),
-    ("lora", "colocated", "kl, window", "one-shot, fragments of 5, 3 cells"),
-    ("lora", "colocated", "plain", "gap"),
-    *(("lora", "2 ranks, 3 replicas", case, STREAMED) for case in ("plain", "kl, window")),
+    ("full", "one", "plain", "one-shot"),
+    *(("full", "one", case, "gap + tsp, all cells") for case in CASES),
+    *(("full", "pools", "plain", mode) for mode in MODES),
+    *(("full", "pools", case, STREAMED) for case in list(CASES)[1:]),
+    ("offloaded", "one", "plain", "gap"),  # an open transaction gives way to the replica in the same process
+    ("lora", "one", "kl, window", "one-shot, fragments of 5, 3 cells"),
+    ("lora", "one", "plain", "gap"),
+    *(("lora", "pools", case, STREAMED) for case in ("plain", "kl, window")),
 ]
 
 
@@ -94,21 +94,16 @@ def noise_of(run) -> dict:
     return {(s.uid, s.j): s.noise_hash for s in run.trainer.outcome.samples}
 
 
-def reference_of(processes, references, tuning: str, case: str):
-    """(weights, mean rewards, noise) of the reference path."""
-    if (tuning, case) not in references:
-        run = processes(f"{tuning} colocated", *FLOAT64, *TUNING[tuning])
-        run.again(*CASES[case]).fit()
-        references[tuning, case] = (run.weights(), [s["reward/mean"] for s in run.steps()], noise_of(run))
-    return references[tuning, case]
-
-
 @pytest.mark.parametrize(("tuning", "placed", "case", "mode"), COMBINATIONS)
-def test_weights_after_three_steps(processes, references, tuning, placed, case, mode):
-    reference, rewards, noise = reference_of(processes, references, tuning, case)
+def test_weights_after_three_steps(one, request, references, tuning, placed, case, mode):
+    kind = "lora" if tuning == "lora" else "full"
+    if (kind, case) not in references:
+        run = one.again(*CASES[case], tuning=TUNING[kind]).fit()
+        references[kind, case] = (run.weights(), [s["reward/mean"] for s in run.steps()], noise_of(run))
+    reference, rewards, noise = references[kind, case]
     options, order = MODES[mode]
-    run = processes(f"{tuning} {placed}", *FLOAT64, *TUNING[tuning], *SETS[placed])
-    run.again(*CASES[case], *options)
+    run = request.getfixturevalue(placed)
+    run.again(*CASES[case], *options, tuning=TUNING[tuning])
     if order is not None:
         run.order_groups(order)
     run.fit()

@@ -70,6 +70,8 @@ def start_process(digits_dir: Path, folder: Path, *overrides: str) -> subprocess
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            # a shell's background job ignores it, and Python would then raise nothing
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
 

@@ -192,6 +192,90 @@ def test_planner_can_be_held_to_a_split():
     assert not found.best.candidate.schedule.tsp
 
 
+COSTS = (
+    {},
+    {"train_cell_s": 6.0, "publish_s": 4.0},
+    {"denoise_s": 3.0, "tile_fixed_s": 1.0, "helper_denoise_s": 4.0},
+    {"tile_fixed_s": 2.0, "publish_s": 8.0},
+)
+
+
+def planned(extra, **options):
+    """Choices by policy and ratio for other costs of the small case on eight devices."""
+    case = read_case({**SMALL, "costs": {**SMALL["costs"], **extra}})
+    choices = plan(case, read_testbed(EIGHT), Search(**options)).choices
+    return case, {(c.candidate.schedule.policy, c.candidate.schedule.max_stale_ratio): c for c in choices}
+
+
+@pytest.mark.parametrize("extra", COSTS)
+def test_more_policies_and_ratios_to_choose_from_are_never_slower(extra):
+    orders = [
+        {"policies": ("none",)},
+        {"policies": ("steps", "none")},
+        {"policies": ("none", "greedy", "bts", "steps")},
+        {"policies": ("none", "greedy", "bts", "steps"), "stale_ratios": (0.0, 1.0)},
+    ]
+    plans = [planned(extra, shortlist=3, variations=4, **options)[1] for options in orders]
+    for fewer, more in zip(plans, plans[1:], strict=False):
+        for key, choice in fewer.items():
+            assert more[key].simulation.makespan_s <= choice.simulation.makespan_s
+        assert min(c.simulation.makespan_s for c in more.values()) <= min(
+            c.simulation.makespan_s for c in fewer.values()
+        )
+
+
+@pytest.mark.parametrize("extra", COSTS)
+def test_planners_split_is_no_worse_than_any_fixed_split(extra):
+    options = {"policies": ("none", "greedy", "steps"), "stale_ratios": (0.0, 1.0)}
+    _, free = planned(extra, **options)
+    for generator in range(1, 5):
+        for key, choice in planned(extra, generator=generator, **options)[1].items():
+            assert free[key].simulation.makespan_s <= choice.simulation.makespan_s * 1.005
+
+
+@pytest.mark.parametrize("extra", COSTS[1:])
+def test_variations_find_what_the_shortlist_lacks(extra):
+    options = {"policies": ("none", "greedy", "steps"), "stale_ratios": (0.0, 1.0), "shortlist": 1}
+    case, varied = planned(extra, **options)
+    _, bare = planned(extra, variations=0, **options)
+    fastest = [min(c.simulation.makespan_s for c in choices.values()) for choices in (varied, bare)]
+    assert fastest[0] <= 0.97 * fastest[1]
+    for choice in varied.values():
+        candidate, usable = choice.candidate, 24 * 0.92
+        ranks = candidate.pools.trainer.ranks
+        assert case.memory.trainer_need(ranks, candidate.schedule.max_cells) <= usable
+        assert case.memory.rollout_need(candidate.width, candidate.schedule.rollout_batch) <= usable
+        assert candidate.pools.devices <= 8
+
+
+def test_variations_reach_splits_that_were_left_out_but_keep_a_given_one():
+    few = {"policies": ("none",), "splits": 2, "widths": (1,)}
+    _, bare = planned({}, variations=0, **few)
+    _, varied = planned({}, **few)
+    assert dict(bare["none", 0.0].candidate.generator) == {"gpu": 1}
+    assert varied["none", 0.0].simulation.makespan_s < 0.5 * bare["none", 0.0].simulation.makespan_s
+    _, held = planned({}, generator=3, policies=("none", "steps"))
+    assert all(dict(choice.candidate.generator) == {"gpu": 3} for choice in held.values())
+
+
+@pytest.mark.parametrize("extra", COSTS)
+def test_every_policy_tries_what_won_for_the_others(extra):
+    options = {"policies": ("none", "greedy", "bts", "steps"), "stale_ratios": (0.0, 1.0)}
+    case, rows = planned(extra, shortlist=1, variations=0, **options)
+    for (policy, ratio), row in rows.items():
+        for other in rows.values():
+            candidate = other.candidate
+            schedule = replace(candidate.schedule, policy=policy, max_stale_ratio=ratio)
+            result = simulate(case.workload, candidate.pools, candidate.profile, schedule, steps=12)
+            assert row.simulation.makespan_s <= 1.02 * result.makespan_s
+
+
+@pytest.mark.parametrize("change", [{"variations": -1}, {"finalists": 0}, {"shortlist": 0}])
+def test_search_refuses_impossible_sizes(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        Search(**change)
+
+
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))

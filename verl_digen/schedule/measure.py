@@ -55,7 +55,7 @@ class LoadCost:
         spread = sum(w * (x - load) ** 2 for x, _, w in points)
         slope = sum(w * (x - load) * (y - seconds) for x, y, w in points) / spread if spread else seconds / load
         slope = min(max(slope, 0.0), seconds / load)  # beyond it the fixed part would be negative
-        return seconds - slope * load, slope
+        return max(0.0, seconds - slope * load), slope
 
     def state_dict(self) -> dict:
         return {str(load): estimate.state_dict() for load, estimate in self._by_load.items()}

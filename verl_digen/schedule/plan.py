@@ -280,17 +280,13 @@ class _Space:
         fragments = _next_to([schedule.fragment_size or 0 for schedule in known], like.fragment_size or 0)
         tiles = _next_to([schedule.max_cells for schedule in known], like.max_cells)
         for other in known:
-            changed = (
-                (other.fragment_size or 0) in fragments,
-                other.max_cells in tiles,
+            differs = (
+                other.fragment_size != like.fragment_size,
+                other.max_cells != like.max_cells,
                 other.merge != like.merge,
             )
-            same = (
-                other.fragment_size == like.fragment_size,
-                other.max_cells == like.max_cells,
-                other.merge == like.merge,
-            )
-            if sum(same) == 2 and any(change and not kept for change, kept in zip(changed, same, strict=True)):
+            near = (other.fragment_size or 0) in fragments or other.max_cells in tiles or other.merge != like.merge
+            if sum(differs) == 1 and near:
                 yield replace(here, schedule=self._as(like, other))
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass, field
 
 import ray
@@ -45,7 +46,7 @@ class DigenResourcePoolManager(ResourcePoolManager):
                 process_on_nodes=process_on_nodes,
                 use_gpu=True,
                 max_colocate_count=self.max_colocate_count,
-                name_prefix=name,
+                name_prefix=f"{name}_{uuid.uuid4().hex[:8]}_",  # two runs may share a cluster
                 accelerator_type=self.accelerator_types.get(name),
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.experimental.reward_loop import RewardLoopManager
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.trainer.ppo.reward import load_reward_manager
@@ -26,11 +27,19 @@ class DiffusionRewardLoopWorker(RewardLoopWorker):
 
 
 class DiffusionRewardLoopManager(RewardLoopManager):
-    """veRL's manager with :class:`DiffusionRewardLoopWorker`."""
+    """veRL's manager with :class:`DiffusionRewardLoopWorker`; workers have no names: runs may share a cluster."""
 
     def _init_reward_loop_workers(self) -> None:
         self.reward_loop_workers_class = ray.remote(DiffusionRewardLoopWorker)
-        super()._init_reward_loop_workers()
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+        self._nodes = [nodes[index % len(nodes)] for index in range(self.config.reward.num_workers)]
+        self.reward_loop_workers = [self._start(node) for node in self._nodes]
+
+    def _start(self, node: str):
+        """A worker on ``node``, or elsewhere if there is no room."""
+        place = NodeAffinitySchedulingStrategy(node_id=node, soft=True)
+        options = self.reward_loop_workers_class.options(scheduling_strategy=place)
+        return options.remote(self.config, self.reward_router_address)
 
     def restart(self, index: int):
         """Replace a worker that died or hangs; returns the new handle.
@@ -39,7 +48,7 @@ class DiffusionRewardLoopManager(RewardLoopManager):
             ray.exceptions.RayActorError: the new one cannot be built either.
         """
         ray.kill(self.reward_loop_workers[index])
-        worker = self.reward_loop_workers_class.remote(self.config, self.reward_router_address)
+        worker = self._start(self._nodes[index])
         ray.get(worker.pid.remote())
         self.reward_loop_workers[index] = worker
         return worker
