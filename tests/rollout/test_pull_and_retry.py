@@ -146,6 +146,42 @@ def test_a_slow_replica_takes_less(build):
     assert fast + slow == 24 and fast > 2 * slow
 
 
+def taken(setup) -> list[int]:
+    """Fragments that each replica has generated."""
+    return [len(replica.workers[0].fragments) for replica in setup.replicas]
+
+
+def test_no_replica_takes_a_fragment_ahead_while_another_has_none(build):
+    """A fragment per replica, as a step is cut without GAP: one each, not two for the first and none for the last."""
+    setup = build(replicas=4, seconds=(0.05,) * 4, digen=DigenConfig())
+    collect(setup.manager, groups(4))
+    assert taken(setup) == [1, 1, 1, 1]
+    collect(setup.manager, groups(4))
+    assert taken(setup) == [2, 2, 2, 2]
+
+
+def test_the_last_fragments_go_to_whoever_is_free_first(build):
+    """6 fragments: the slow replica is still at its first when the fast one has done the other 5."""
+    setup = build(replicas=2, seconds=(0.3, 0.02), fragment_size=4)
+    collect(setup.manager, groups(6))
+    assert taken(setup) == [2, 4] or taken(setup) == [1, 5]
+    more = build(replicas=2, seconds=(0.3, 0.02), fragment_size=4)
+    collect(more.manager, groups(3))
+    assert taken(more) == [1, 2]
+
+
+def test_a_busy_replica_has_its_next_fragment_already(build):
+    """While enough are left nobody waits for the driver between two fragments."""
+    setup = build(replicas=2, seconds=(0.05, 0.05), fragment_size=4)
+    setup.manager.generate_sequences(groups(8), version=0, training_step=1)
+    deadline = time.monotonic() + 5.0
+    while setup.manager.in_flight < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert setup.manager.in_flight == 4
+    for _ in range(8):
+        setup.manager.next_group(5.0)
+
+
 def failing_first(times, error):
     """Raise ``error`` the first ``times`` calls."""
     calls = collections.Counter()

@@ -261,13 +261,13 @@ class DiffusionRolloutManager:
 
     async def _serve(self, replica: DiffusersReplica) -> None:
         """One of the replica's places: pull, generate, hand on, for ever."""
-        restarting = self._restarting[replica.name]
         while True:
             async with self._work:
-                await self._work.wait_for(lambda: self._pending and not restarting.locked())
+                await self._work.wait_for(lambda: self._may_pull(replica.name))
                 attempt = self._pending.popleft()
+                self._outstanding[replica.name] += 1
+                self._work.notify_all()  # who may pull depends on what the others have
             worker = replica.workers[0]
-            self._outstanding[replica.name] += 1
             # a fragment that waits in the replica's queue has the time of the one before it as well
             timeout_s = self.digen.failure.generate_timeout_s * self._outstanding[replica.name]
             try:
@@ -275,13 +275,27 @@ class DiffusionRolloutManager:
                 report = await asyncio.wait_for(_value(report_ref), timeout_s)
                 self._check_report(attempt.fragment, report)
             except Exception as error:  # noqa: BLE001 - counted, and raised when the retries are used up
-                self._outstanding[replica.name] -= 1
+                await self._done_with(replica.name)
                 await self._failed(replica, worker, attempt, error)
                 continue
-            self._outstanding[replica.name] -= 1
+            await self._done_with(replica.name)
             if not attempt.fragment.validate:
                 self._activity.reports.append(report)
             asyncio.ensure_future(self._guard(self._score(attempt, report, pixels_ref)))
+
+    def _may_pull(self, name: str) -> bool:
+        """A replica that has nothing pulls what there is. One that is busy takes a fragment ahead only while no other
+        has less and enough are left for all, so that the last fragments go to whoever is free first."""
+        if not self._pending or self._restarting[name].locked():
+            return False
+        own = self._outstanding[name]
+        living = [count for other, count in self._outstanding.items() if not self._restarting[other].locked()]
+        return own == 0 or (own <= min(living) and len(self._pending) >= len(living))
+
+    async def _done_with(self, name: str) -> None:
+        async with self._work:
+            self._outstanding[name] -= 1
+            self._work.notify_all()
 
     async def _failed(self, replica: DiffusersReplica, worker, attempt: _Attempt, error: Exception) -> None:
         """Put the fragment back, restart the replica if it is gone or stuck, or end the step."""
