@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from verl_digen.bench.predict import predict, read_measured
+from verl_digen.bench.predict import COSTS, FOLDER, predict, read_measured
 from verl_digen.bench.processes import Watched, watch
 from verl_digen.bench.runlog import STEP_SECONDS, read_log, series
 from verl_digen.bench.workload import FloorSpec, compose_recipe, floor_spec, prepare
@@ -150,7 +150,7 @@ def run_bench(plan: Plan, say: Callable[[str], None] = lambda _: None) -> dict:
             measured = _measure_mode(mode, folder, plan, overrides)
         measurements.append(measured)
         if mode != FLOOR:
-            costs.append(folder / "traces" / "costs.yaml")
+            costs.append(folder / FOLDER / COSTS)
         say(f"  {statistics.median(measured.step_s):.2f} s per step, first step after {measured.start_s:.1f} s")
         with open(out / "measurements.jsonl", "a") as file:
             file.write(json.dumps(asdict(measured)) + "\n")

@@ -15,7 +15,7 @@ import yaml
 
 from verl_digen.bench.digits import MODES, Measurement, read_measurement, run_command
 from verl_digen.bench.digits import Plan as DigitsPlan
-from verl_digen.bench.predict import predict
+from verl_digen.bench.predict import COSTS, FOLDER, predict, read_measured
 from verl_digen.bench.processes import watch
 from verl_digen.bench.workload import compose_recipe
 from verl_digen.config.plan import resolve_plan
@@ -123,6 +123,9 @@ def write_data(case: Case, folder: Path) -> Path:
 def run_emulated(plan: Plan, say: Callable[[str], None] = lambda _: None) -> list[dict]:
     """Run every workload on every placement in every mode; one row each.
 
+    ``predicted_s`` is simulated from the workload's own times; ``predicted_from_measured_s`` from the costs that the
+    run measured, in which the real commits, publishes, transfers and collectives are.
+
     Raises:
         ValueError: a workload that cannot be read or does not fit a placement.
         RunFailed: a run failed; nothing of it is left running.
@@ -160,6 +163,7 @@ def _one(
     folder.mkdir(parents=True, exist_ok=True)
     measured = _measure(plan, mode, folder, overrides)
     result = predict(resolved, case.costs, workload)
+    own = predict(resolved, read_measured([folder / FOLDER / COSTS]).profile(), workload)
     step_s = statistics.median(measured.step_s)
     fragments = -(-resolved.samples // resolved.fragment_size)
     return {
@@ -171,6 +175,8 @@ def _one(
         "predicted_s": result.makespan_s,
         "bound_s": result.bound.seconds,
         "deviation": step_s / result.makespan_s - 1,
+        "predicted_from_measured_s": own.makespan_s,
+        "deviation_from_measured": step_s / own.makespan_s - 1,
         "fragments": fragments,
         "overhead_per_fragment_s": (step_s - result.makespan_s) / fragments,
         "steps_s": measured.step_s,

@@ -14,6 +14,7 @@ from verl_digen.schedule.simulate import Simulation, simulate
 from verl_digen.schedule.work import Pools, Replica, Schedule, TrainerPool, Workload
 
 STEPS = 12
+FOLDER, COSTS = "traces", "costs.yaml"  # where a run leaves its measured costs, see verl_digen/trainer/tracefiles.py
 
 
 def workload_of(plan: RunPlan, name: str) -> Workload:

@@ -144,7 +144,15 @@ def show_emulated(rows: list[dict[str, Any]]) -> None:
     table = Table(title=f"EMULATED devices, times divided by {rows[0]['scale']:g}", title_justify="left")
     for column in ("workload", "devices", "mode", "cells"):
         table.add_column(column)
-    for column in ("step s", "predicted s", "deviation", "bound s", "overhead per fragment ms"):
+    for column in (
+        "step s",
+        "predicted s",
+        "deviation",
+        "from measured costs s",
+        "deviation",
+        "bound s",
+        "ms/fragment",
+    ):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
@@ -155,11 +163,15 @@ def show_emulated(rows: list[dict[str, Any]]) -> None:
             f"{row['step_s']:.3f}",
             f"{row['predicted_s']:.3f}",
             f"{row['deviation']:+.1%}",
+            f"{row['predicted_from_measured_s']:.3f}",
+            f"{row['deviation_from_measured']:+.1%}",
             f"{row['bound_s']:.3f}",
             f"{1e3 * row['overhead_per_fragment_s']:.1f}",
         )
     console = Console()
-    (console if console.is_terminal else Console(width=120)).print(table)
+    console = console if console.is_terminal else Console(width=130)
+    console.print(table)
+    console.print("ms/fragment: (step - predicted) / generated fragments, the cost of the real control plane")
 
 
 def find_recipes() -> Path:
