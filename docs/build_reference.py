@@ -100,7 +100,8 @@ DIGEN = {
     "failure.generate_timeout_s": "Deadline of a fragment in a replica.",
     "failure.reward_timeout_s": "Deadline of scoring a fragment.",
     "failure.train_timeout_s": "Deadline of training a logical batch.",
-    "failure.sync_timeout_s": "Deadline of loading the model, of a publish, and of loading a checkpoint.",
+    "failure.sync_timeout_s": "Deadline of loading the model, of a publish, of writing or loading a checkpoint, and of "
+    "replacing a reward worker.",
     "threads.trainer": "Threads of each training process on a CPU; null leaves torch's default.",
     "threads.rollout": "The same for each replica.",
 }

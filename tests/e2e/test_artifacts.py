@@ -10,7 +10,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from tests.e2e.harness import RECIPES, disaggregated
+from tests.e2e.harness import RECIPES
 from verl_digen.bench.emulated import overrides_of, scaled, write_data
 from verl_digen.bench.predict import read_measured
 from verl_digen.schedule.catalog import read_case
@@ -23,14 +23,14 @@ def brightness(data_source, solution_image, ground_truth, extra_info, prompt):
 """
 
 
-def test_everything_on_at_once(launch, tmp_path, monkeypatch):
+def test_everything_on_at_once(pools, tmp_path, monkeypatch):
     """bf16 with gradient checkpointing, EMA validation, three rewards, fraction of steps, grids, dumps, tensorboard."""
     judge = tmp_path / "judge.py"
     judge.write_text(CUSTOM)
     rollouts, validations, board = tmp_path / "rollouts", tmp_path / "validations", tmp_path / "board"
     monkeypatch.setenv("TENSORBOARD_DIR", str(board))
-    run = launch(
-        *disaggregated(2),
+    options = [
+        "trainer.v1.digen.arithmetic=float32",
         "actor_rollout_ref.model.dtype=bfloat16",
         "actor_rollout_ref.model.enable_gradient_checkpointing=true",
         "trainer.v1.digen.preset=digen",
@@ -50,8 +50,9 @@ def test_everything_on_at_once(launch, tmp_path, monkeypatch):
         "trainer.val_before_train=true",
         "trainer.test_freq=2",
         "trainer.v1.digen.trace.every=2",
-        steps=2,
-    ).fit()
+        "trainer.total_training_steps=2",
+    ]
+    run = pools.again(tuning=options).fit()
     steps = run.steps()
     assert len(steps) == 2
     for step in steps:

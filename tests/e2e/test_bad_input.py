@@ -22,14 +22,18 @@ def judge(**_):
 """
 
 
-def test_a_bad_reward_ends_the_run_and_is_named(launch, tmp_path):
+def test_a_bad_reward_ends_the_run_and_is_named(one, tmp_path):
     (tmp_path / "judge.py").write_text(REWARD)
-    run = launch(
+    judged = [
         f"reward.custom_reward_function.path={tmp_path / 'judge.py'}",
         "reward.custom_reward_function.name=judge",
+    ]
+    (tmp_path / "behaviour").write_text("0.5")
+    run = one.again(
+        "trainer.total_training_steps=1",
         "trainer.v1.digen.failure.reward_timeout_s=5",
         "trainer.v1.digen.failure.max_retries=1",
-        steps=1,
+        tuning=judged,
     )
     for behaviour, expected in (("raises", "the judge is out"), ("nan", "nan"), ("hangs", "timed out")):
         (tmp_path / "behaviour").write_text(behaviour)

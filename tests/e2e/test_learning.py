@@ -13,11 +13,11 @@ from tests.e2e.harness import RECIPES, disaggregated
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-STEPS = 12
+STEPS = 10
 
 
 def test_digits_accuracy_rises(digits_dir, tmp_path):
-    """12 steps, disaggregated, streaming: validation accuracy gains at least 0.15 and passes 0.7.
+    """10 steps, disaggregated, streaming: validation accuracy gains at least 0.15 and passes 0.7.
 
     The quickstart's 20 steps go further; what is not covered here is how fast a step is.
     """

@@ -172,7 +172,8 @@ class DiffusionRolloutManager:
             )
             for chunk in self._cut(groups)
         ]
-        asyncio.run_coroutine_threadsafe(self._enqueue(by_uid, attempts, set(keep_pixels)), self._loop).result()
+        queued = asyncio.run_coroutine_threadsafe(self._enqueue(by_uid, attempts, set(keep_pixels)), self._loop)
+        queued.result(timeout=self.digen.failure.generate_timeout_s)
 
     def next_group(self, timeout_s: float) -> GroupResult:
         """The next complete group, in the order of completion.

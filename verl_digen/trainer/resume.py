@@ -14,7 +14,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import ray
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from verl_digen.data.prompts import fingerprint
@@ -64,7 +63,9 @@ def save_trainer(trainer) -> None:
     for left in root.glob(".partial_global_step_*"):  # by a run that was killed while it wrote
         shutil.rmtree(left)
     partial.mkdir(parents=True)
-    trainer.actor_rollout_wg.save_checkpoint(str(partial / "actor"), None, trainer.global_steps)
+    workers = trainer.actor_rollout_wg.workers
+    writing = [w.save_checkpoint.remote(str(partial / "actor"), None, trainer.global_steps) for w in workers]
+    trainer._wait(writing, f"writing the checkpoint of step {trainer.global_steps}")
     (partial / RUN_FILE).write_text(json.dumps(run_state(trainer), indent=1))
     _sync(partial)
     if final.exists():  # a run that goes on from an older checkpoint comes to this step again
@@ -119,10 +120,8 @@ def find_checkpoint(trainer) -> Path | None:
 
 def load_engine_state(trainer, folder: Path) -> None:
     """Load weights, optimizer and schedule of a checkpoint into the training workers."""
-    ray.get(
-        [w.load_checkpoint.remote(local_path=str(folder / "actor")) for w in trainer.actor_rollout_wg.workers],
-        timeout=trainer.plan.digen.failure.sync_timeout_s,
-    )
+    workers = trainer.actor_rollout_wg.workers
+    trainer._wait([w.load_checkpoint.remote(local_path=str(folder / "actor")) for w in workers], f"loading {folder}")
     logger.info("resumed from %s at step %d", folder, trainer.global_steps)
 
 

@@ -46,9 +46,17 @@ class DiffusionRewardLoopManager(RewardLoopManager):
 
         Raises:
             ray.exceptions.RayActorError: the new one cannot be built either.
+            TimeoutError: it is not there within ``failure.sync_timeout_s``.
         """
         ray.kill(self.reward_loop_workers[index])
         worker = self._start(self._nodes[index])
-        ray.get(worker.pid.remote())
+        seconds = self.config.trainer.v1.digen.failure.sync_timeout_s
+        try:
+            ray.get(worker.pid.remote(), timeout=seconds)
+        except ray.exceptions.GetTimeoutError as error:
+            raise TimeoutError(
+                f"replacing reward worker {index} took longer than "
+                f"trainer.v1.digen.failure.sync_timeout_s={seconds:g} s"
+            ) from error
         self.reward_loop_workers[index] = worker
         return worker
