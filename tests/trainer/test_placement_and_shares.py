@@ -68,10 +68,8 @@ def fake_trainer(root: Path, step: int, keep: int | None = None, fail: bool = Fa
         plan=SimpleNamespace(seed=1, prompts=2, n=4),
         train_dataset=dataset,
         global_steps=step,
-        actor_rollout_wg=SimpleNamespace(
-            workers=[SimpleNamespace(save_checkpoint=SimpleNamespace(remote=lambda *arguments: (save, arguments)))]
-        ),
-        _wait=lambda calls, doing: [function(*arguments) for function, arguments in calls],
+        actor_rollout_wg=SimpleNamespace(workers=[SimpleNamespace(save_checkpoint=SimpleNamespace(remote=save))]),
+        _wait=lambda calls, doing: calls,
     )
 
 

@@ -28,7 +28,8 @@ def trainer(root: Path, step: int = 0, *, prompts: int = 2, **options) -> Simple
         plan=SimpleNamespace(seed=1, prompts=prompts, n=4),
         train_dataset=[{"prompt": "a"}, {"prompt": "b"}],
         global_steps=step,
-        actor_rollout_wg=SimpleNamespace(save_checkpoint=save),
+        actor_rollout_wg=SimpleNamespace(workers=[SimpleNamespace(save_checkpoint=SimpleNamespace(remote=save))]),
+        _wait=lambda calls, doing: calls,
     )
 
 
@@ -76,7 +77,7 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint(tmp_path, monkeypatch, moment,
         os.rename(source, target)
 
     if moment == "writing":
-        doomed.actor_rollout_wg.save_checkpoint = kill
+        doomed.actor_rollout_wg.workers[0].save_checkpoint.remote = kill
     if moment == "syncing":
         monkeypatch.setattr(resume, "_sync", kill)
     monkeypatch.setattr(resume.os, "replace", replace)
