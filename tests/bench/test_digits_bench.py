@@ -147,7 +147,7 @@ def test_command_prints_a_table_or_json(tmp_path, monkeypatch, capsys, as_json):
         (folder / "traces" / "costs.yaml").write_text(yaml.safe_dump({"measured": costs.state_dict()}))
         return _measured(mode, 2.5, memory_mb={"driver": 1.0}, processes={"driver": 1})
 
-    monkeypatch.setattr(digits, "_measure_mode", measure_mode)
+    monkeypatch.setattr(digits, "measure_mode", measure_mode)
     monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
     arguments = ["bench", "digits", "--modes", "floor,gap", "--out", str(tmp_path), "actor_rollout_ref.rollout.n=4"]
     assert main.main(arguments + ["--json"] * as_json) == 0

@@ -147,7 +147,7 @@ def run_bench(plan: Plan, say: Callable[[str], None] = lambda _: None) -> dict:
         if mode == FLOOR:
             measured = _measure_floor(spec, folder, plan)
         else:
-            measured = _measure_mode(mode, folder, plan, overrides)
+            measured = measure_mode(mode, folder, plan, overrides)
         measurements.append(measured)
         if mode != FLOOR:
             costs.append(folder / FOLDER / COSTS)
@@ -210,7 +210,12 @@ def run_command(mode: str, folder: Path, plan: Plan, overrides: Sequence[str]) -
     ]
 
 
-def _measure_mode(mode: str, folder: Path, plan: Plan, overrides: Sequence[str]) -> Measurement:
+def measure_mode(mode: str, folder: Path, plan: Plan, overrides: Sequence[str]) -> Measurement:
+    """Run the recipe in ``mode`` to its end and read its figures.
+
+    Raises:
+        RunFailed: the run failed; nothing of it is left running.
+    """
     log = folder / "metrics.jsonl"
     seen = watch(
         run_command(mode, folder, plan, overrides),

@@ -7,16 +7,15 @@ are real. Times come from a workload file, divided by a scale, so that hours fit
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
-from verl_digen.bench.digits import MODES, Measurement, read_measurement, run_command
+from verl_digen.bench.digits import MODES, measure_mode
 from verl_digen.bench.digits import Plan as DigitsPlan
 from verl_digen.bench.predict import COSTS, FOLDER, predict, read_measured
-from verl_digen.bench.processes import watch
 from verl_digen.bench.workload import compose_recipe
 from verl_digen.config.plan import resolve_plan
 from verl_digen.schedule.catalog import Case, read_case
@@ -161,7 +160,15 @@ def _one(
     name = f"{workload}-{generator}+{trainer}-{mode}{f'-{cells}' if cells else ''}"
     folder = plan.out.resolve() / name
     folder.mkdir(parents=True, exist_ok=True)
-    measured = _measure(plan, mode, folder, overrides)
+    run = DigitsPlan(
+        modes=(mode,),
+        recipes=plan.recipes,
+        out=plan.out,
+        steps=plan.steps,
+        warmup=plan.warmup,
+        timeout_s=plan.timeout_s,
+    )
+    measured = measure_mode(mode, folder, run, overrides)
     result = predict(resolved, case.costs, workload)
     own = predict(resolved, read_measured([folder / FOLDER / COSTS]).profile(), workload)
     step_s = statistics.median(measured.step_s)
@@ -184,17 +191,3 @@ def _one(
         "scale": plan.scale,
         "source": "emulated",
     }
-
-
-def _measure(plan: Plan, mode: str, folder: Path, overrides: Sequence[str]) -> Measurement:
-    log = folder / "metrics.jsonl"
-    spec = DigitsPlan(modes=(mode,), recipes=plan.recipes, out=plan.out, steps=plan.steps, warmup=plan.warmup)
-    seen = watch(
-        run_command(mode, folder, spec, overrides),
-        cwd=folder,
-        output=folder / "output.log",
-        env={"VERL_FILE_LOGGER_PATH": str(log)},
-        log=log,
-        timeout_s=plan.timeout_s,
-    )
-    return read_measurement(mode, log, seen, warmup=plan.warmup)

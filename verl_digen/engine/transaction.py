@@ -147,18 +147,19 @@ class Transaction:
     def _fitting(self, rows, cells: list[tuple[int, int]], reduce: bool) -> None:
         """Run cells as one tile, or in pieces when they do not fit into memory."""
         # gradients of a tile that may fail half-way through are kept apart from what is accumulated already
-        held = take_gradients(self.engine.module) if self.tile_size.is_new(len(cells)) else None
+        alone = dist.get_world_size() == 1
+        held = take_gradients(self.engine.module) if alone and self.tile_size.is_new(len(cells)) else None
         size = None
         try:
             self.tile_size.measure(len(cells), lambda: self._run(rows, cells, reduce, counted=True))
         except torch.OutOfMemoryError as error:
-            if held is None or dist.get_world_size() > 1:
+            if held is None:
                 raise TransactionError(
                     f"a tile of {len(cells)} cells does not fit into memory, and "
                     + (
-                        "other ranks are inside its collectives"
-                        if dist.get_world_size() > 1
-                        else "tiles of this size did fit before, so its gradient may be in parts"
+                        "tiles of this size did fit before, so its gradient may be in parts"
+                        if alone
+                        else "other ranks are inside its collectives"
                     )
                     + "; lower trainer.v1.digen.tsp.max_cells or set trainer.v1.digen.tsp.auto=true"
                 ) from error

@@ -353,6 +353,7 @@ class DigenTrainer(PPOTrainer):
     def on_step_end(self) -> None:
         with marked_timer("update_weights", self.timing_raw):
             self._publish()
+        self._times.ended = time.time()  # validation comes after it
         learning = self.outcome.commits[-1]
         if not self._sync_metrics["sync/changed"] and learning["lr"] > 0 and learning["grad_norm"] > 0:
             raise PublishError(
@@ -427,7 +428,6 @@ class DigenTrainer(PPOTrainer):
 
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch) -> None:
         activity = self.agent_loop_manager.take_activity()
-        self._times.ended = time.time()
         trace = step_trace(self.plan, self.outcome, activity, self._times)
         learn(self.measured, self.plan, self.outcome, activity, self._times)
         metrics.update(
