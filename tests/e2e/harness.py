@@ -21,6 +21,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine import EngineRegistry
 
 from verl_digen.config.plan import resolve_plan
+from verl_digen.trainer.resume import find_checkpoint, load_engine_state
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -109,17 +110,16 @@ def _reset(worker, rule, digen) -> None:
     worker.transaction = None
 
 
-def _rebuild(worker, model_config, engine_config, rule, digen, with_reference: bool):
+def _rebuild(worker, model_config, actor_config, rule, digen, with_reference: bool):
     """On a training worker: another model in the same process."""
     worker.model_config, worker.digen, worker.rule = model_config, digen, rule
-    old = worker.engine
     worker.engine = EngineRegistry.new(
         model_type=worker.config.model_type,
         backend=worker.engine_config.strategy,
         model_config=model_config,
-        engine_config=engine_config,
-        optimizer_config=old.optimizer_config,
-        checkpoint_config=old.checkpoint_config,
+        engine_config=actor_config.engine,
+        optimizer_config=actor_config.optim,
+        checkpoint_config=actor_config.checkpoint,
     )
     worker.engine.configure(digen, with_reference=with_reference, seed=worker.seed)
     worker.init_model()
@@ -182,8 +182,8 @@ class Run:
         """The same processes from the initial weights, with other options.
 
         Args:
-            tuning: options that need another engine (LoRA, a reference module, the model); it is built anew in the
-                processes when they differ from those of the call before.
+            tuning: options that need another engine (LoRA, a reference module, the optimizer, the model); it is built
+                anew in the processes when they differ from those of the call before.
         """
         trainer, old = self.trainer, self.trainer.plan
         self.variants += 1
@@ -194,14 +194,14 @@ class Run:
             assert getattr(plan, name) == getattr(old, name), f"{name} needs processes of its own"
         trainer._init_dataloader()
         trainer._check_model()
-        trainer.global_steps = 0
+        resumed = find_checkpoint(trainer)
         ranks, samplers = trainer.actor_rollout_wg.workers, [r.workers[0] for r in trainer.replicas]
         rule, model = trainer.step_rule(), trainer.model_config
         if tuning != self.tuning:
             self.tuning = tuning
             reference = resolve_plan(compose(self.digits_dir, folder, [*self.overrides, *tuning])).with_reference
-            engine = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor).engine
-            ray.get([w.__ray_call__.remote(_rebuild, model, engine, rule, plan.digen, reference) for w in ranks])
+            actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+            ray.get([w.__ray_call__.remote(_rebuild, model, actor, rule, plan.digen, reference) for w in ranks])
             if trainer.disaggregated:
                 ray.get([s.__ray_call__.remote(_rebuild_sampler, model, plan.digen) for s in samplers])
                 trainer.rollout_class.kwargs.update(model=model, digen=plan.digen)  # for those that are restarted
@@ -213,6 +213,8 @@ class Run:
         self.manager.digen, self.manager.group_size = plan.digen, plan.n
         self.manager.pool.expected = trainer.expected_sampling
         self.manager.__dict__.pop("next_group", None)
+        if resumed is not None:
+            load_engine_state(trainer, resumed)
         trainer.on_init_end()  # publishes the weights
         return self
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +31,8 @@ OPTIONS = [
 STRAIGHT = 16  # steps of the run that nobody stops; each leaves a checkpoint
 MORE = 2  # steps after resuming
 HORIZON = f"trainer.total_training_steps={STRAIGHT + 400}"  # of the LR schedule, the same for all
+# an engine of the default precision in the processes that tests share
+TUNING = ["trainer.v1.digen.arithmetic=float32", "actor_rollout_ref.model.dtype=float32", *OPTIONS, HORIZON]
 
 
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -93,16 +94,13 @@ def family_tree(process: subprocess.Popen) -> list[psutil.Process]:
     return [root, *root.children(recursive=True)]
 
 
-def test_stopped_twice_and_resumed_twice_equals_straight(launch, digits_dir, tmp_path_factory, tmp_path, straight):
-    """SIGINT after the second step; resumed, SIGKILL two steps later; resumed again, in this process."""
-    run = launch(*OPTIONS, HORIZON, name="straight")
+def test_stopped_twice_and_resumed_twice_equals_straight(one, digits_dir, tmp_path, straight):
+    """SIGINT after the second step; resumed, SIGKILL two steps later; resumed again, in the processes of the first."""
+    run = one.again(tuning=TUNING)
     run.trainer.total_training_steps = STRAIGHT
     run.fit()
     known = {s["training/global_step"]: s for s in run.steps()}
-    kept = tmp_path_factory.mktemp("straight")
-    shutil.copytree(run.config.trainer.default_local_dir, kept, dirs_exist_ok=True)
-    straight["folder"] = kept
-    run.close()
+    straight["folder"] = Path(run.config.trainer.default_local_dir)
 
     folder = tmp_path / "stopped"
     stop_process(start_process(digits_dir, folder), folder, "SIGINT", 2)
@@ -113,7 +111,7 @@ def test_stopped_twice_and_resumed_twice_equals_straight(launch, digits_dir, tmp
     middle = [row for row in middle if "training/global_step" in row]
     assert middle[0]["training/global_step"] == saved + 1  # nothing was done twice, nothing left out
 
-    run = launch(*OPTIONS, HORIZON, "trainer.resume_mode=auto", name="stopped")
+    run = one.again("trainer.resume_mode=auto", f"trainer.default_local_dir={folder}", tuning=TUNING)
     resumed_at = run.trainer.global_steps
     last = resumed_at + MORE
     assert resumed_at >= saved + 2 and last <= STRAIGHT

@@ -1,13 +1,9 @@
-"""The weight channel: a real broadcast to two other processes, and who takes which rank (I8)."""
+"""The weight channel: real broadcasts over sockets, and who takes which rank (I8)."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -16,7 +12,6 @@ import torch
 from verl_digen.sync.channel import DigenCheckpointEngine
 from verl_digen.sync.checksum import tensors_checksum
 
-PEER = Path(__file__).with_name("channel_peer.py")
 BUCKET = 1024
 
 
@@ -52,38 +47,77 @@ def master(monkeypatch):
     engine.close()
 
 
-def start(where: dict, rank: int, world: int, *versions: int) -> subprocess.Popen:
-    command = [sys.executable, str(PEER), where["host"], str(where["port"]), str(rank), str(world), *map(str, versions)]
-    path = os.pathsep.join([str(PEER.parents[2]), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+def connected(master: DigenCheckpointEngine, where: dict, world: int) -> list[DigenCheckpointEngine]:
+    """All ends of a channel, each with a process group and sockets of its own."""
+    ends = [master, *(DigenCheckpointEngine(BUCKET, timeout_s=240) for _ in range(world - 1))]
+    with ThreadPoolExecutor(world) as threads:
+        list(threads.map(lambda end: end[1].init_process_group(end[0], world, where), enumerate(ends)))
+    return ends
 
 
-def result(process: subprocess.Popen) -> dict:
-    out, _ = process.communicate(timeout=240)
-    return json.loads(out.splitlines()[-1])
+def receive(end: DigenCheckpointEngine, *versions: int) -> list:
+    """What arrives for each version, or the error that ended it."""
+
+    async def all_of(version: int) -> list:
+        return described([pair async for pair in end.receive_weights(version)])
+
+    received = []
+    for version in versions:
+        try:
+            received.append(asyncio.run(all_of(version)))
+        except (RuntimeError, ValueError) as error:
+            return [*received, error]
+    return received
 
 
-@pytest.mark.slow
+def send(end: DigenCheckpointEngine, *versions: tuple[int, list]) -> list:
+    return [asyncio.run(end.send_weights(iter(named), version)) for version, named in versions]
+
+
 def test_every_tensor_arrives_bit_for_bit_at_two_replicas(master):
     """One connection carries several versions; the peer that was told another version refuses what arrives."""
-    engine, where = master
-    peers = [start(where, 1, 3, 4, 5, 6), start(where, 2, 3, 4, 5, 99)]
-    changed = [(n, t + 1) for n, t in weights()]
-    try:
-        engine.init_process_group(0, 3, where)
-        sent = asyncio.run(engine.send_weights(iter(weights()), 4))
-        engine.finalize()  # the channel stays open between publishes
-        asyncio.run(engine.send_weights(iter(changed[-1:]), 5))
-        asyncio.run(engine.send_weights(iter([]), 6))  # a header alone: the end that refuses it hangs up
-        first, second = (result(peer) for peer in peers)
-    finally:
-        for peer in peers:
-            peer.kill()
-    both = [described(weights()), described(changed[-1:])]
-    assert first == {"received": [*both, []]}
-    assert second == {"received": both, "error": "version 6 arrived on the channel, 99 was announced"}
-    assert sent["sync/bytes"] == sum(t.nbytes for _, t in weights()) and sent["sync/buckets"] > 3
+    first, second = weights(), [(n, t + 1) for n, t in weights()][-1:]
+    ends = connected(*master, 3)
+    with ThreadPoolExecutor(2) as threads:
+        received = [threads.submit(receive, ends[1], 4, 5, 6), threads.submit(receive, ends[2], 4, 5, 99)]
+        sent = send(ends[0], (4, first), (5, second), (6, []))  # a header alone: the end that refuses it hangs up
+        received = [future.result() for future in received]
+    both = [described(first), described(second)]
+    assert received[0] == [*both, []]
+    assert received[1][:2] == both
+    assert str(received[1][2]) == "version 6 arrived on the channel, 99 was announced"
+    assert sent[0]["sync/bytes"] == sum(t.nbytes for _, t in first) and sent[0]["sync/buckets"] > 3
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3, 4])
+def test_ends_that_wait_for_a_lost_one_get_an_error_before_their_deadline(master, lost):
+    """A broadcast goes down a tree: an end may wait for one that is alive and has failed itself."""
+    ends = connected(*master, 5)
+    others = [end for rank, end in enumerate(ends[1:], start=1) if rank != lost]
+    with ThreadPoolExecutor(len(others)) as threads:
+        received = [threads.submit(receive, end, 1) for end in others]
+        ends[lost].close()
+        with pytest.raises(RuntimeError):
+            send(ends[0], (1, weights()))
+        failed = [future.result(timeout=30) for future in received]  # the deadline is 240 s
+    assert all(isinstance(f[-1], RuntimeError) for f in failed)
+    assert all(end.group is None for end in ends)
+
+
+def test_an_end_whose_consumer_stops_leaves_the_channel(master):
+    ends = connected(*master, 2)
+
+    async def refuse() -> None:
+        async for name, _ in ends[1].receive_weights(1):
+            raise KeyError(name)
+
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(send, ends[0], (1, weights() * 3))
+        with pytest.raises(KeyError, match="scalar"):
+            asyncio.run(refuse())
+        with pytest.raises(RuntimeError):
+            sending.result(timeout=30)
+    assert ends[1].group is None
 
 
 def test_topology_gives_rank_0_to_the_trainers_first_rank_and_none_to_its_others():

@@ -2,7 +2,8 @@
 
 Registered as veRL checkpoint engine ``digen``. gloo on CPU, nccl on CUDA, hccl on NPU. The group is built once and
 again only when a replica was replaced; a publish sends buckets of packed tensors, each after a small JSON header.
-Stores and sockets are bound to the node's own address.
+An end that cannot finish a publish leaves the group, so that the ends which wait for it get an error at once and not
+at their deadline. Stores and sockets are bound to the node's own address.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -116,6 +118,17 @@ class DigenCheckpointEngine(CheckpointEngine):
         self.group = None
         self._store = None
 
+    @contextmanager
+    def _leaving_unless_finished(self):
+        """Leave the group when a publish ends early, by an error or because its consumer stopped."""
+        finished = False
+        try:
+            yield
+            finished = True
+        finally:
+            if not finished:
+                self.close()
+
     # ---- sending and receiving -----------------------------------------------------------------------------
 
     async def send_weights(
@@ -134,15 +147,16 @@ class DigenCheckpointEngine(CheckpointEngine):
                 buckets += 1
             metas, used = [], 0
 
-        async for meta, chunk in split_weight_chunks(weights, self.bucket_size):
-            if used + meta.chunk_size > self.bucket_size:
-                flush(done=False)
-            buffer[used : used + meta.chunk_size] = chunk.to(self.device)
-            metas.append(_meta_to_json(meta, used))
-            sent += meta.chunk_size
-            used += -(-meta.chunk_size // _ALIGN) * _ALIGN
-            used = min(used, self.bucket_size)
-        flush(done=True)
+        with self._leaving_unless_finished():
+            async for meta, chunk in split_weight_chunks(weights, self.bucket_size):
+                if used + meta.chunk_size > self.bucket_size:
+                    flush(done=False)
+                buffer[used : used + meta.chunk_size] = chunk.to(self.device)
+                metas.append(_meta_to_json(meta, used))
+                sent += meta.chunk_size
+                used += -(-meta.chunk_size // _ALIGN) * _ALIGN
+                used = min(used, self.bucket_size)
+            flush(done=True)
         return {"sync/bytes": sent, "sync/buckets": buckets}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
@@ -168,8 +182,9 @@ class DigenCheckpointEngine(CheckpointEngine):
                 if header["done"]:
                     return
 
-        async for name, tensor in merge_weight_chunks(chunks(), self.bucket_size):
-            yield name, tensor
+        with self._leaving_unless_finished():
+            async for name, tensor in merge_weight_chunks(chunks(), self.bucket_size):
+                yield name, tensor
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         if self.group is None:
