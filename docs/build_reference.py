@@ -86,7 +86,7 @@ DIGEN = {
     "null takes `rollout.n`. Refused with `gap.enable=false`.",
     "tsp.enable": "A tile may span several transitions of a sample. Off: a tile holds samples at one transition.",
     "tsp.max_cells": "Most cells (sample × transition) in one forward and backward; null sets no limit. Read "
-    "with TSP off too. A tile that does not fit into memory is cut and run again when the Trainer has one rank.",
+    "with TSP off too. A tile that does not fit into memory is cut and run again.",
     "tsp.auto": "Search for the number of cells while training: from 1, doubled until a doubling gains less than 3 % "
     "or no longer fits; `max_cells` stays the limit. The size depends on measured times, so a resumed run is no longer "
     "equal bit for bit.",

@@ -88,6 +88,7 @@ class _Engine:
     """What a transaction needs of the engine, around the floor's own transformer, without ranks or FSDP."""
 
     device, master_dtype, ema = torch.device("cpu"), torch.float64, None
+    gathers = reference = None
 
     def __init__(self, loop: FloorLoop, model_path: str):
         from verl_digen.models.family import family_for
@@ -165,8 +166,8 @@ def test_the_gradient_is_that_of_a_transaction(compose, one_rank, overrides):
     cells = len(rows) * transitions
     size = TileSize(max_cells=None, auto=False, memory_fraction=0.9, device=torch.device("cpu"))
     transaction = Transaction(_Engine(loop, spec.model), rule, size, planned_cells=cells, on_policy=True)
-    tiles = cells_of_rank(len(rows), transitions, rank=0, ranks=1, max_cells=cells, tsp=False)
-    transaction.accumulate(rows, tiles, idle_row=rows[0], last=True)
+    tiles, largest = cells_of_rank(len(rows), transitions, rank=0, ranks=1, max_cells=cells, tsp=False)
+    transaction.accumulate(rows, tiles, largest=largest, idle_row=rows[0], last=True)
     theirs = torch.cat([p.grad.flatten() for p in loop.model.parameters() if p.grad is not None])
     assert own.shape == theirs.shape
     assert float((own - theirs).norm() / theirs.norm()) < 1e-9

@@ -21,6 +21,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine import EngineRegistry
 
 from verl_digen.config.plan import resolve_plan
+from verl_digen.engine.tilesize import TileSize
 from verl_digen.trainer.resume import find_checkpoint, load_engine_state
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -107,6 +108,7 @@ def _reset(worker, rule, digen) -> None:
     for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     worker.rule, worker.digen = rule, digen
+    worker.tile_size = TileSize.of(digen.tsp, engine.device)
     worker.transaction = None
 
 
@@ -145,6 +147,29 @@ def _whole_weights(worker) -> dict[str, torch.Tensor]:
 
 def _configure_sampler(worker, digen) -> None:
     worker.sampler.digen = digen
+
+
+def _shorten_memory(worker, cells: int | None, where: str) -> None:
+    """On a training worker: more than ``cells`` cells do not fit, noticed in the middle of the model; None: all do."""
+    if cells is None:
+        worker._short_of_memory.remove()
+        return
+
+    def cramped(module, inputs, output):
+        last = output[-1] if isinstance(output, tuple) else output
+        if len(last) <= cells:
+            return
+        if where == "forward":
+            raise torch.OutOfMemoryError("no room")
+
+        def fail(gradient):
+            raise torch.OutOfMemoryError("no room")
+
+        if last.requires_grad:
+            last.register_hook(fail)
+
+    block = worker.engine.module.transformer_blocks[1]
+    worker._short_of_memory = block.register_forward_hook(cramped)
 
 
 @dataclass
@@ -217,6 +242,10 @@ class Run:
             load_engine_state(trainer, resumed)
         trainer.on_init_end()  # publishes the weights
         return self
+
+    def shorten_memory(self, rank: int, cells: int | None, where: str = "forward") -> None:
+        """From now on tiles of more than ``cells`` cells do not fit on a Trainer rank; None ends it."""
+        ray.get(self.trainer.actor_rollout_wg.workers[rank].__ray_call__.remote(_shorten_memory, cells, where))
 
     def order_groups(self, order) -> Run:
         """Hold the groups of a step back until all are there, and hand them on as ``order(list)`` says."""

@@ -94,13 +94,22 @@ def noise_of(run) -> dict:
     return {(s.uid, s.j): s.noise_hash for s in run.trainer.outcome.samples}
 
 
-@pytest.mark.parametrize(("tuning", "placed", "case", "mode"), COMBINATIONS)
-def test_weights_after_three_steps(one, request, references, tuning, placed, case, mode):
-    kind = "lora" if tuning == "lora" else "full"
+def reference_of(references, one, kind: str, case: str) -> tuple:
+    """Weights, rewards and noise of the colocated one-shot run on one rank."""
     if (kind, case) not in references:
         run = one.again(*CASES[case], tuning=TUNING[kind]).fit()
         references[kind, case] = (run.weights(), [s["reward/mean"] for s in run.steps()], noise_of(run))
-    reference, rewards, noise = references[kind, case]
+    return references[kind, case]
+
+
+def largest_tile(run) -> int:
+    """Cells of the largest tile of the last step."""
+    return max(cells for done in run.trainer.outcome.accumulated for _, _, cells in done["tile_times"])
+
+
+@pytest.mark.parametrize(("tuning", "placed", "case", "mode"), COMBINATIONS)
+def test_weights_after_three_steps(one, request, references, tuning, placed, case, mode):
+    reference, rewards, noise = reference_of(references, one, "lora" if tuning == "lora" else "full", case)
     options, order = MODES[mode]
     run = request.getfixturevalue(placed)
     run.again(*CASES[case], *options, tuning=TUNING[tuning])
@@ -111,6 +120,8 @@ def test_weights_after_three_steps(one, request, references, tuning, placed, cas
     assert len(steps) == 3
     difference = relative_difference(reference, run.weights())
     assert difference <= TOLERANCE, f"{tuning}, {placed}, {case}, {mode}: relative difference {difference:.2e}"
+    limit = run.trainer.plan.digen.tsp.max_cells
+    assert limit is None or largest_tile(run) == limit
     assert noise_of(run) == noise  # I1: a sample is the same sample wherever it was generated
     assert [s["reward/mean"] for s in steps] == pytest.approx(rewards, rel=1e-9)
     for step in steps:
@@ -118,6 +129,19 @@ def test_weights_after_three_steps(one, request, references, tuning, placed, cas
         if run.trainer.plan.on_policy:  # the second of two logical batches meets weights that have moved
             assert step["actor/log_prob_gap_max"] <= 1e-9
             assert step["actor/ratio_max_dev"] == 0.0
+
+
+@pytest.mark.parametrize(("tuning", "where"), [("full", "forward"), ("full", "backward"), ("lora", "backward")])
+def test_a_rank_whose_memory_is_short_cuts_its_tiles(one, pools, references, tuning, where):
+    """One of two ranks fails in the middle of a tile: it takes part in the rest of the other's and tries again."""
+    reference, _, _ = reference_of(references, one, tuning, "kl, window")
+    run = pools.again(*CASES["kl, window"], GAP, TSP, f"{FRAGMENT}12", tuning=TUNING[tuning])
+    run.shorten_memory(1, 2, where)
+    run.fit()
+    run.shorten_memory(1, None)
+    assert relative_difference(reference, run.weights()) <= TOLERANCE
+    assert max(s["actor/tile_splits"] for s in run.steps()) > 0
+    assert largest_tile(run) <= 2  # of both ranks
 
 
 def test_the_references_differ(references):

@@ -134,7 +134,7 @@ def open_transaction(
 def accumulate(transaction: Transaction, rows, *, idle: int = 0, last: bool = False) -> None:
     """As the only rank, and with ``idle`` empty tiles at the end."""
     rows = list(rows)
-    tiles = cells_of_rank(
+    tiles, largest = cells_of_rank(
         len(rows),
         len(rows[0].starts),
         rank=0,
@@ -142,7 +142,7 @@ def accumulate(transaction: Transaction, rows, *, idle: int = 0, last: bool = Fa
         max_cells=transaction.tile_size.cells,
         tsp=transaction.rule.tsp,
     )
-    transaction.accumulate(rows, tiles + [[]] * idle, idle_row=rows[0], last=last)
+    transaction.accumulate(rows, tiles + [[]] * idle, largest=largest, idle_row=rows[0], last=last)
 
 
 def gradients(engine) -> dict[str, torch.Tensor]:

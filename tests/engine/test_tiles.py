@@ -23,14 +23,16 @@ quick = settings(deadline=None, max_examples=100)
     tsp=st.booleans(),
 )
 def test_every_cell_on_exactly_one_rank_in_as_many_rounds(samples, transitions, ranks, max_cells, tsp):
-    shares = [
+    plans = [
         cells_of_rank(samples, transitions, rank=rank, ranks=ranks, max_cells=max_cells, tsp=tsp)
         for rank in range(ranks)
     ]
+    shares = [tiles for tiles, _ in plans]
     cells = Counter(cell for share in shares for tile in share for cell in tile)
     assert cells == Counter((s, k) for s in range(samples) for k in range(transitions))
     assert len({len(share) for share in shares}) == 1  # or the collectives of a tile would not meet
-    assert max(len(tile) for share in shares for tile in share) <= max_cells
+    largest = max(len(tile) for share in shares for tile in share)
+    assert largest <= max_cells and {announced for _, announced in plans} == {largest}
     if not tsp:
         assert all(len({k for _, k in tile}) <= 1 for share in shares for tile in share)
 

@@ -87,7 +87,7 @@ def test_idle_tiles_change_nothing(engine, rows, full):
     assert same_bits(gradient_of(engine, rule(), [rows], tile_size(3), idle=2), busy)
     transaction = open_transaction(engine, rule())
     accumulate(transaction, rows)
-    transaction.accumulate([], [[], []], idle_row=rows[0], last=True)
+    transaction.accumulate([], [[], []], largest=4, idle_row=rows[0], last=True)
     assert distance(gradients(engine), full) <= EXACT and transaction.cells == 8
     transaction.abort()
 

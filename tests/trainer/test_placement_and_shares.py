@@ -49,7 +49,7 @@ def test_small_fragments_balance_over_the_ranks():
     totals = np.zeros(3, dtype=int)
     for rotate in range(6):
         for rank in range(3):
-            tiles = cells_of_rank(4, 2, rank=(rank - rotate) % 3, ranks=3, max_cells=8, tsp=False)
+            tiles, _ = cells_of_rank(4, 2, rank=(rank - rotate) % 3, ranks=3, max_cells=8, tsp=False)
             totals[rank] += sum(map(len, tiles))
     assert totals.tolist() == [16, 16, 16]
 

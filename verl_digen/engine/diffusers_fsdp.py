@@ -24,6 +24,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_digen.config.digen import DigenConfig
 from verl_digen.engine.ema import ParameterEMA
+from verl_digen.engine.gathers import GatherLog
 from verl_digen.engine.lora import adapter_disabled, add_lora
 from verl_digen.models.family import family_for
 
@@ -53,6 +54,7 @@ class DiffusersFSDPEngine(FSDPEngine):
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self.reference = None
         self.ema = None
+        self.gathers: GatherLog | None = None
 
     def configure(self, digen: DigenConfig, *, with_reference: bool, seed: int) -> None:
         """Options that veRL's worker config has no place for; call before :meth:`initialize`.
@@ -92,6 +94,8 @@ class DiffusersFSDPEngine(FSDPEngine):
             self.reference = self._wrap(
                 self.family.load_transformer(attention_backend=self.model_config.attention_backend)
             ).requires_grad_(False)
+        if torch.distributed.get_world_size() > 1:
+            self.gathers = GatherLog.of(self.module, self.reference)
         if not self.engine_config.forward_only:
             self.optimizer = build_optimizer(self.trainable_parameters(), self.optimizer_config)
             self.lr_scheduler = self._build_lr_scheduler(self.optimizer)

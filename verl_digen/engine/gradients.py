@@ -55,7 +55,8 @@ def recover(module: torch.nn.Module) -> None:
     if isinstance(module, FSDPModule):
         if not hasattr(module, "reset_iter_state"):
             raise RuntimeError(
-                "this torch has no FSDPModule.reset_iter_state: FSDP2 cannot go on after an out-of-memory error"
+                f"torch {torch.__version__} has no FSDPModule.reset_iter_state: FSDP2 cannot go on after an "
+                "out-of-memory error"
             )
         module.reset_iter_state()
     drop_gradients(module)

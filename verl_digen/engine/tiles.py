@@ -64,13 +64,16 @@ class Tile:
 
 def cells_of_rank(
     samples: int, transitions: int, *, rank: int, ranks: int, max_cells: int, tsp: bool
-) -> list[list[tuple[int, int]]]:
+) -> tuple[list[list[tuple[int, int]]], int]:
     """What a rank does of a fragment: its tiles as lists of (sample, k), one entry for every round of the plan.
 
     The plan is :mod:`verl_digen.schedule.tsp`'s. All ranks get the same number of tiles; an empty one is idle.
+
+    Returns:
+        the tiles, and the number of cells of the largest tile of all ranks.
     """
     plan = (plan_tiles if tsp else plan_without_tsp)(samples, transitions, ranks=ranks, max_cells=max_cells)
-    return [list(plan.grid(tile)) for tile in plan.of_rank(rank)]
+    return [list(plan.grid(tile)) for tile in plan.of_rank(rank)], max(t.stop - t.start for t in plan.tiles)
 
 
 def gather_tile(

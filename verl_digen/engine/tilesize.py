@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from verl_digen.config.digen import TSPConfig
 from verl_digen.platform.memory import allocated_bytes, peak_memory_bytes, reset_peak_memory, synchronize, total_bytes
 from verl_digen.schedule.tsp import TileBudget, cells_that_fit
 
@@ -56,14 +57,23 @@ class TileSize:
         self._seconds = self._cells = self._bytes = 0.0
         self.splits = 0
 
+    @classmethod
+    def of(cls, tsp: TSPConfig, device: torch.device) -> TileSize:
+        """As the configuration says, with nothing known yet."""
+        return cls(max_cells=tsp.max_cells, auto=tsp.auto, memory_fraction=tsp.memory_fraction, device=device)
+
     @property
     def cells(self) -> int:
         """Most cells of a tile now."""
         return self.budget.size
 
     def is_new(self, cells: int) -> bool:
-        """Whether no tile of this size has been run yet, so that it might not fit."""
+        """Whether no tile of this size has been run yet by any rank, so that it might not fit."""
         return cells > self._fitted
+
+    def fitted(self, largest: int) -> None:
+        """All tiles of a fragment whose largest was planned with this many cells were run, if need be in pieces."""
+        self._fitted = max(self._fitted, min(largest, self.cells))
 
     @property
     def searching(self) -> bool:
@@ -73,7 +83,6 @@ class TileSize:
         """Run a tile; while the search lasts, note its time and memory."""
         if not self.searching:
             run()
-            self._fitted = max(self._fitted, cells)
             return
         reset_peak_memory()
         base = allocated_bytes()
@@ -82,19 +91,28 @@ class TileSize:
         run()
         synchronize()
         seconds = time.perf_counter() - started
-        self._fitted = max(self._fitted, cells)
         if cells >= self._cells:
             self._cells, self._seconds = float(cells), seconds
             self._bytes = max(0.0, float(peak_memory_bytes() - base)) if self._total else 0.0
 
     def out_of_memory(self, cells: int) -> int:
-        """A tile of ``cells`` did not fit; the size for its pieces and from now on.
+        """A tile of ``cells`` did not fit on this rank; the size for its pieces.
 
         Raises:
             ValueError: it was one cell.
         """
         self.splits += 1
         return self.budget.out_of_memory(cells)
+
+    def agree_on_failures(self, pieces: int) -> int:
+        """Most pieces that any rank has still to run; if there are any, all ranks go on with the smallest size.
+
+        Every rank calls it with its own number, after tiles of a size that is new.
+        """
+        most, smallest = self._agree([pieces, -self.budget.size], self.device)
+        if most:
+            self.budget.settle(int(-smallest))
+        return int(most)
 
     def end_of_fragment(self) -> None:
         """Agree with the other ranks on the next size. Every rank calls it after every fragment."""

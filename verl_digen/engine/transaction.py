@@ -15,10 +15,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from verl_digen.diffusion.kernels import transition
 from verl_digen.diffusion.losses import FlowGRPOConfig, compute_loss, log_prob_gap, merge_metrics, summarise_metrics
@@ -26,6 +28,7 @@ from verl_digen.engine.gradients import HeldGradients, drop_gradients, give_back
 from verl_digen.engine.tiles import SampleRow, Tile, gather_tile
 from verl_digen.engine.tilesize import TileSize
 from verl_digen.models.family import Guidance
+from verl_digen.platform.memory import release_cached
 from verl_digen.schedule.tsp import even_cut
 
 
@@ -43,7 +46,7 @@ class StepRule:
         loss: name in the loss registry.
         loss_config: its options.
         tsp: a tile may span transitions.
-        reduce: ``transaction``: gradients are reduced over the ranks once, in the last tile, and are whole on every
+        reduce: ``transaction``: gradients are reduced over the ranks once, at the end, and are whole on every
             rank until then; ``tile``: after every tile.
         num_steps: T, for the metrics by transition.
     """
@@ -101,20 +104,25 @@ class Transaction:
         rows: Mapping[int, SampleRow] | Sequence[SampleRow],
         tiles: Sequence[Sequence[tuple[int, int]]],
         *,
+        largest: int,
         idle_row: SampleRow,
         last: bool = False,
     ) -> list[tuple[float, float, int]]:
         """Forward and backward of this rank's share of a fragment.
 
+        While tiles of this size are new, one that does not fit into memory is cut and its pieces are run after the
+        others; the ranks agree on how many more rounds that takes, and on the smaller size.
+
         Args:
             rows: samples of which this rank has cells.
             tiles: cells (row, k) of each tile; an empty one is run with weight 0, so that the number of collectives
                 is the same on every rank.
+            largest: cells of the largest tile of all ranks.
             idle_row: a row to build empty tiles from.
-            last: the fragment completes the logical batch: gradients are reduced over the ranks in its last tile.
+            last: the fragment completes the logical batch: gradients are reduced over the ranks at its end.
 
         Returns:
-            start and end (seconds since the epoch, as the host sees them) and cells of each tile.
+            start and end (seconds since the epoch, as the host sees them) and cells of each tile that was run.
 
         Raises:
             TransactionError: a cell was accumulated before, more cells than planned, or a tile that does not fit into
@@ -132,48 +140,86 @@ class Transaction:
             raise TransactionError(
                 f"{self.cells} + {len(cells)} cells exceed the {self.planned_cells} planned at begin"
             )
-        times = []
-        for index, tile in enumerate(tiles):
-            started = time.time()
-            reduce = self.rule.reduce == "tile" or (last and index == len(tiles) - 1)
-            if tile:
-                self._fitting(rows, list(tile), reduce)
-            else:
-                self._run([idle_row], [(0, 0)], reduce, counted=False)
-            times.append((started, time.time(), len(tile)))
+        rounds = [list(tile) for tile in tiles]
+        if self.tile_size.is_new(largest):
+            times = self._try_rounds(rows, rounds, idle_row, last)
+            self.tile_size.fitted(largest)
+        else:
+            times = []
+            for index, tile in enumerate(rounds):
+                started = time.time()
+                self._run_known(rows, tile, idle_row, reduce=last and index == len(rounds) - 1)
+                times.append((started, time.time(), len(tile)))
         self.cells += len(cells)
         return times
 
-    def _fitting(self, rows, cells: list[tuple[int, int]], reduce: bool) -> None:
-        """Run cells as one tile, or in pieces when they do not fit into memory."""
-        # gradients of a tile that may fail half-way through are kept apart from what is accumulated already
-        alone = dist.get_world_size() == 1
-        held = take_gradients(self.engine.module) if alone and self.tile_size.is_new(len(cells)) else None
-        size = None
+    def _run_known(self, rows, cells: list[tuple[int, int]], idle_row: SampleRow, reduce: bool) -> None:
+        """Run a tile of a size that did fit before."""
+        reduce = reduce or self.rule.reduce == "tile"
+        if not cells:
+            self._run_idle(idle_row, reduce)
+            return
         try:
             self.tile_size.measure(len(cells), lambda: self._run(rows, cells, reduce, counted=True))
         except torch.OutOfMemoryError as error:
-            if held is None:
+            raise TransactionError(
+                f"a tile of {len(cells)} cells does not fit into memory, but tiles of this size did fit before, so its "
+                "gradient may be in parts; lower trainer.v1.digen.tsp.max_cells or set trainer.v1.digen.tsp.auto=true"
+            ) from error
+
+    def _try_rounds(self, rows, rounds: list, idle_row: SampleRow, last: bool) -> list[tuple[float, float, int]]:
+        """Run tiles of a new size, those that do not fit in pieces. Nothing is reduced in a tile that may fail."""
+        gathers, sharded, times = self.engine.gathers, isinstance(self.engine.module, FSDPModule), []
+        if gathers is not None and not gathers.known:
+            self._run_idle(idle_row, reduce=False)
+        while rounds:
+            pieces = []
+            for tile in rounds:
+                started = time.time()
+                failed = self._try(rows, tile) if tile else self._run_idle(idle_row, reduce=False)
+                times.append((started, time.time(), 0 if failed else len(tile)))
+                pieces += failed or []
+                if sharded and self.rule.reduce == "tile":
+                    self._run_idle(idle_row, reduce=True)
+            more = self.tile_size.agree_on_failures(len(pieces))
+            rounds = pieces + [[]] * (more - len(pieces))
+        if sharded and last and self.rule.reduce == "transaction":
+            self._run_idle(idle_row, reduce=True)
+        return times
+
+    def _try(self, rows, cells: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+        """Run cells as one tile; if they do not fit into memory, leave no trace of them and return smaller pieces."""
+        engine, size = self.engine, None
+        # what a failing tile writes is kept apart from what is accumulated already
+        held = take_gradients(engine.module)
+        try:
+            self.tile_size.measure(len(cells), lambda: self._run(rows, cells, False, counted=True))
+        except torch.OutOfMemoryError as error:
+            if dist.get_world_size() > 1 and (engine.gathers is None or not engine.gathers.constant):
+                why = "other tiles did other all-gathers" if engine.gathers else f"torch {torch.__version__} is too old"
                 raise TransactionError(
-                    f"a tile of {len(cells)} cells does not fit into memory, and "
-                    + (
-                        "tiles of this size did fit before, so its gradient may be in parts"
-                        if alone
-                        else "other ranks are inside its collectives"
-                    )
-                    + "; lower trainer.v1.digen.tsp.max_cells or set trainer.v1.digen.tsp.auto=true"
+                    f"a tile of {len(cells)} cells does not fit into memory, and the rank cannot leave the collectives "
+                    f"of the others ({why}); lower trainer.v1.digen.tsp.max_cells or set trainer.v1.digen.tsp.auto=true"
                 ) from error
             try:
                 size = self.tile_size.out_of_memory(len(cells))
             except ValueError as smallest:
                 raise TransactionError(str(smallest)) from error
-            recover(self.engine.module)
-        if held is not None:
-            give_back_gradients(held)
-        if size is not None:
-            pieces = even_cut(0, len(cells), -(-len(cells) // size))
-            for number, (start, stop) in enumerate(pieces):
-                self._fitting(rows, cells[start:stop], reduce and number == len(pieces) - 1)
+        pieces = []
+        if size is not None:  # not in the handler: the error's traceback holds the tensors of the tile
+            for module in (engine.module, engine.reference):
+                if module is not None:
+                    recover(module)
+            release_cached()
+            if engine.gathers is not None:
+                engine.gathers.make_up()
+            pieces = [cells[start:stop] for start, stop in even_cut(0, len(cells), -(-len(cells) // size))]
+        give_back_gradients(held)
+        return pieces
+
+    def _run_idle(self, idle_row: SampleRow, reduce: bool) -> None:
+        """All collectives of a tile, and no gradient."""
+        self._run([idle_row], [(0, 0)], reduce, counted=False)
 
     def _run(self, rows, cells: Sequence[tuple[int, int]], reduce: bool, *, counted: bool) -> None:
         tile = gather_tile(
@@ -183,7 +229,8 @@ class Transaction:
             dtype=self.engine.master_dtype,
             weight=1.0 if counted else 0.0,
         )
-        with self.engine.gradient_sync(reduce):
+        gathers = self.engine.gathers
+        with gathers.tile() if gathers is not None else nullcontext(), self.engine.gradient_sync(reduce):
             self._tile(tile, counted=counted)
 
     def pause(self) -> None:

@@ -26,6 +26,12 @@ def total_bytes() -> int | None:
     return None if get_device_name() == "cpu" else get_torch_device().mem_get_info()[1]
 
 
+def release_cached() -> None:
+    """Give unused memory of the allocator back to the device, so that it can be had in other sizes."""
+    if get_device_name() != "cpu":
+        get_torch_device().empty_cache()
+
+
 def synchronize() -> None:
     """Wait for the device, so that a clock shows what was done."""
     if get_device_name() != "cpu":

@@ -202,6 +202,10 @@ class TileBudget:
         self.settled = bool(fitted)
         return self.size
 
+    def settle(self, size: int) -> None:
+        """End the search at ``size``; nothing larger is tried again."""
+        self.size, self.limit, self.settled = size, min(self.limit, size), True
+
     def state_dict(self) -> dict:
         """What to remember for the next run."""
         times = {str(size): seconds for size, seconds in self.seconds_per_cell.items()}

@@ -94,10 +94,7 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
     def init_model(self) -> dict[str, Any]:
         """Build the engine, and the replica in colocated placement."""
         self.engine.initialize()
-        tsp = self.digen.tsp
-        self.tile_size = TileSize(
-            max_cells=tsp.max_cells, auto=tsp.auto, memory_fraction=tsp.memory_fraction, device=self.engine.device
-        )
+        self.tile_size = TileSize.of(self.digen.tsp, self.engine.device)
         tq.init()
         if self.colocated:
             self.init_sampler(self.model_config, self.digen, self.seed, f"replica{dist.get_rank()}")
@@ -133,7 +130,7 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
         if self._paused:
             self._wake()
         ranks = dist.get_world_size()
-        tiles = cells_of_rank(
+        tiles, largest = cells_of_rank(
             len(fragment.samples),
             fragment.transitions,
             rank=(dist.get_rank() - fragment.rotate) % ranks,
@@ -145,7 +142,7 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
         rows = dict(zip(needed, self._fetch([fragment.samples[i] for i in needed], fragment), strict=True))
         fetched = time.time()
         torch.set_num_threads(self._train_threads)  # the TransferQueue's client sets its own
-        tile_times = transaction.accumulate(rows, tiles, idle_row=rows[needed[0]], last=fragment.last)
+        tile_times = transaction.accumulate(rows, tiles, largest=largest, idle_row=rows[needed[0]], last=fragment.last)
         self.tile_size.end_of_fragment()
         if self.engine.device.type != "cpu":  # the host's clock runs ahead of the device's: share its time by cells
             synchronize()
@@ -170,9 +167,12 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
         if self._paused:
             self._wake()
         try:
-            total = torch.tensor([transaction.cells], dtype=torch.int64, device=self.engine.device)
-            dist.all_reduce(total)
-            metrics = transaction.commit(int(total), scale)
+            counts = torch.tensor(
+                [transaction.cells, self.tile_size.splits], dtype=torch.int64, device=self.engine.device
+            )
+            dist.all_reduce(counts)
+            cells, splits = counts.tolist()
+            metrics = transaction.commit(cells, scale)
             self._commits += 1
         finally:
             self._close()
@@ -180,7 +180,7 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
         metrics |= {"commit_s": ended - started, "commit_started": started, "commit_ended": ended}
         metrics["peak_memory_gb"] = peak_memory_bytes() / 2**30
         metrics["tile_cells"] = self.tile_size.cells if self.tile_size.auto else 0
-        metrics["tile_splits"] = self.tile_size.splits
+        metrics["tile_splits"] = splits
         return metrics
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
