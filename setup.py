@@ -47,7 +47,6 @@ setup(
         "pyarrow>=19.0.0",
         "pillow",
         "psutil",
-        "scikit-learn",
         "matplotlib",
         "rich",
         "tensorboard",
@@ -62,7 +61,10 @@ setup(
         "npu": ["torch-npu"],
         "ocr": ["rapidocr", "onnxruntime"],
         "wandb": ["wandb"],
-        "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff"],
+        # only to rebuild the shipped digits weights: where it is installed, transformers imports it (and SciPy) in
+        # every process, which adds seconds to the start
+        "digits": ["scikit-learn"],
+        "test": ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "scikit-learn"],
         "docs": ["mkdocs"],
     },
     entry_points={

@@ -18,8 +18,18 @@ def digit_prompts(templates: tuple[str, ...] = (*TRAIN_TEMPLATES, *VAL_TEMPLATES
 
 
 def load_scans() -> tuple[np.ndarray, np.ndarray]:
-    """The real scans: images fp32 [1797, 8, 8] with values 0..16, and the digit of each, int64 [1797]."""
-    from sklearn.datasets import load_digits
+    """The real scans: images fp32 [1797, 8, 8] with values 0..16, and the digit of each, int64 [1797].
+
+    Raises:
+        ImportError: scikit-learn, which has them, is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError(
+            "the scans of handwritten digits come with scikit-learn: pip install 'verl-digen[digits]'. It is needed to "
+            "rebuild the shipped digits weights; to train with them it is not"
+        ) from error
 
     digits = load_digits()
     return digits.images.astype(np.float32), digits.target.astype(np.int64)
