@@ -121,7 +121,7 @@ def test_weights_after_three_steps(one, request, references, tuning, placed, cas
     difference = relative_difference(reference, run.weights())
     assert difference <= TOLERANCE, f"{tuning}, {placed}, {case}, {mode}: relative difference {difference:.2e}"
     limit = run.trainer.plan.digen.tsp.max_cells
-    assert limit is None or largest_tile(run) == limit
+    assert limit is None or limit / 2 < largest_tile(run) <= limit
     assert noise_of(run) == noise  # I1: a sample is the same sample wherever it was generated
     assert [s["reward/mean"] for s in steps] == pytest.approx(rewards, rel=1e-9)
     for step in steps:

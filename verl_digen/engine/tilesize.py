@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from verl_digen.config.digen import TSPConfig
+from verl_digen.config.digen import TspConfig
 from verl_digen.platform.memory import allocated_bytes, peak_memory_bytes, reset_peak_memory, synchronize, total_bytes
 from verl_digen.schedule.tsp import TileBudget, cells_that_fit
 
@@ -58,7 +58,7 @@ class TileSize:
         self.splits = 0
 
     @classmethod
-    def of(cls, tsp: TSPConfig, device: torch.device) -> TileSize:
+    def of(cls, tsp: TspConfig, device: torch.device) -> TileSize:
         """As the configuration says, with nothing known yet."""
         return cls(max_cells=tsp.max_cells, auto=tsp.auto, memory_fraction=tsp.memory_fraction, device=device)
 
