@@ -35,7 +35,7 @@ SECTIONS = {
 }
 
 DIGEN = {
-    "preset": "`digen` switches `gap.enable` and `tsp.enable` on; null leaves them as they are written.",
+    "preset": "`digen` switches `gap.enable` and `tsp.enable` on where they are null.",
     "placement": "`colocated`: every Trainer rank is a replica too, the devices generate and train in turn. "
     "`disaggregated`: a Trainer pool and a Generator pool, each a Ray placement group of its own.",
     "accelerator_type.trainer": "Ray resource that the nodes of the Trainer pool must have, for example "
@@ -80,11 +80,13 @@ DIGEN = {
     "ema.decay": "In [0, 1).",
     "ema.every": "Optimizer steps between two updates of the average.",
     "ema.validate": "Validate with the averaged weights. Needs `ema.enable`.",
-    "gap.enable": "Train a group as soon as it is complete and scored, while others are generated. Off: the whole step "
+    "gap.enable": "null: as the preset says, off without one. "
+    "Train a group as soon as it is complete and scored, while others are generated. Off: the whole step "
     "is generated and scored first (one-shot).",
     "gap.fragment_size": "Most samples that are generated and scored at once: whole groups, or equal parts of one; "
     "null takes `rollout.n`. Refused with `gap.enable=false`.",
-    "tsp.enable": "A tile may span several transitions of a sample. Off: a tile holds samples at one transition.",
+    "tsp.enable": "null: as the preset says, off without one. "
+    "A tile may span several transitions of a sample. Off: a tile holds samples at one transition.",
     "tsp.max_cells": "Most cells (sample × transition) in one forward and backward; null sets no limit. Read "
     "with TSP off too. A tile that does not fit into memory is cut and run again.",
     "tsp.auto": "Search for the number of cells while training: from 1, doubled until a doubling gains less than 3 % "

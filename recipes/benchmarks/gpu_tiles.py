@@ -206,7 +206,7 @@ def build(model: str, args: argparse.Namespace) -> Network:
             tensor.data = tensor.data.to(DTYPES[args.dtype])
     use_attention_backend(transformer, args.attention, args.device)
     if args.lora_rank:
-        from verl_digen.engine.lora import add_lora
+        from verl_digen.models.lora import add_lora
 
         rank, dtype = args.lora_rank, DTYPES[args.dtype]
         add_lora(transformer, rank=rank, alpha=2 * rank, target_modules=LORA_TARGETS, dtype=dtype, seed=SEED)

@@ -62,6 +62,10 @@ def test_presets():
     preset = parse(preset="digen")
     assert (preset.gap.enable, preset.tsp.enable) == (True, True)
     assert parse(preset="digen", gap={"fragment_size": 3}).gap.fragment_size == 3
+    # what is written wins over the preset
+    one_of_two = parse(preset="digen", tsp={"enable": False})
+    assert (one_of_two.gap.enable, one_of_two.tsp.enable) == (True, False)
+    assert parse(preset="digen", gap={"enable": False}).gap.enable is False
 
 
 def test_rewards_are_typed():

@@ -154,6 +154,14 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path, rows, other, option):
     assert same_bits(snapshot(target), before)
 
 
+def test_a_lora_checkpoint_of_another_scale_is_refused(tmp_path):
+    """The tensors would fit, but the adapter would weigh twice as much."""
+    save_engine(build_engine(Options(model={"lora_rank": 2, "lora_alpha": 4})), str(tmp_path))
+    target = build_engine(Options(model={"lora_rank": 2, "lora_alpha": 8}))
+    with pytest.raises(ValueError, match=r"\[\d+, 4\].*\[\d+, 8\].*lora_alpha"):
+        load_engine(target, str(tmp_path))
+
+
 def test_an_incomplete_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match="state.json is missing"):
         load_engine(build_engine(Options()), str(tmp_path))

@@ -124,7 +124,7 @@ class EMAConfig:
 
 @dataclass(kw_only=True)
 class GapConfig:
-    enable: bool = False
+    enable: bool | None = None  # None: as the preset says; a bool in a DigenConfig
     fragment_size: int | None = None
 
     def __post_init__(self):
@@ -133,7 +133,7 @@ class GapConfig:
 
 @dataclass(kw_only=True)
 class TspConfig:
-    enable: bool = False
+    enable: bool | None = None  # None: as the preset says; a bool in a DigenConfig
     max_cells: int | None = None
     auto: bool = False
     memory_fraction: float = 0.9
@@ -225,9 +225,9 @@ class DigenConfig:
         _choice("preset", self.preset, (None, "digen"))
         _choice("placement", self.placement, ("colocated", "disaggregated"))
         _choice("arithmetic", self.arithmetic, ("float32", "float64"))
-        if self.preset == "digen":
-            self.gap.enable = True
-            self.tsp.enable = True
+        for mechanism in (self.gap, self.tsp):
+            if mechanism.enable is None:
+                mechanism.enable = self.preset == "digen"
         if self.gap.fragment_size is not None and not self.gap.enable:
             raise ValueError(
                 f"{PREFIX}.gap.fragment_size={self.gap.fragment_size} is not read with gap.enable=false; "

@@ -72,7 +72,7 @@ def save_engine(engine, path: str) -> None:
         state = {
             "ranks": dist.get_world_size(),
             "dtype": str(engine.master_dtype),
-            "lora": engine.lora_bound,
+            "lora": _lora(engine),
             "optimizer_tensors": sorted(optimizer),
             "optimizer_scalars": scalars,
             "param_groups": groups,
@@ -82,6 +82,11 @@ def save_engine(engine, path: str) -> None:
         (folder / STATE_FILE).write_text(json.dumps(state, default=_plain))
     _export(engine, folder)
     dist.barrier()
+
+
+def _lora(engine) -> list[int]:
+    """Adapter tensors and alpha; both 0 without LoRA. The rank is in the tensors' shapes."""
+    return [engine.lora_bound, engine.model_config.lora_alpha] if engine.lora_bound else [0, 0]
 
 
 def _plain(value):
@@ -125,13 +130,13 @@ def load_engine(engine, path: str) -> None:
         raise ValueError(f"{folder} holds no complete checkpoint ({STATE_FILE} is missing)")
     state = json.loads((folder / STATE_FILE).read_text())
     ema_here, ema_there = engine.ema is not None, state["ema_commits"] is not None
-    asked = (str(engine.master_dtype), engine.lora_bound, ema_here)
+    asked = (str(engine.master_dtype), _lora(engine), ema_here)
     found = (state["dtype"], state["lora"], ema_there)
     if asked != found:
         raise ValueError(
-            f"checkpoint {folder} was written with (dtype, LoRA tensors, EMA) = {found}, this run has {asked}; "
-            "change trainer.v1.digen.arithmetic, actor_rollout_ref.model.lora_rank or trainer.v1.digen.ema.enable, "
-            "or start with trainer.resume_mode=disable"
+            f"checkpoint {folder} was written with (dtype, [LoRA tensors, alpha], EMA) = {found}, this run has "
+            f"{asked}; change trainer.v1.digen.arithmetic, actor_rollout_ref.model.lora_rank or lora_alpha, or "
+            "trainer.v1.digen.ema.enable, or start with trainer.resume_mode=disable"
         )
     if state["optimizer_tensors"] or state["optimizer_scalars"]:
         _materialise_optimizer_state(engine, state["optimizer_scalars"])

@@ -25,8 +25,8 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl_digen.config.digen import DigenConfig
 from verl_digen.engine.ema import ParameterEMA
 from verl_digen.engine.gathers import GatherLog
-from verl_digen.engine.lora import adapter_disabled, add_lora
 from verl_digen.models.family import family_for
+from verl_digen.models.lora import adapter_disabled, add_lora
 
 
 class NonFiniteGradientError(FloatingPointError):

@@ -19,8 +19,8 @@ from verl_digen.config.model import DiffusionModelConfig
 from verl_digen.diffusion.denoise import DenoiseResult, denoise, run_to_end
 from verl_digen.diffusion.noise import initial_noise, noise_hash, sample_key, transition_noise
 from verl_digen.diffusion.windows import StepSelection, select_steps
-from verl_digen.engine.lora import add_lora
 from verl_digen.models.family import Guidance, family_for
+from verl_digen.models.lora import add_lora
 from verl_digen.rollout.requests import Fragment, PromptGroup
 from verl_digen.sync.checksum import tensors_checksum
 

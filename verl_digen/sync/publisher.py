@@ -12,17 +12,22 @@ from __future__ import annotations
 import logging
 import os
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from verl.checkpoint_engine.base import CheckpointEngineManager
 from verl.single_controller.ray import RayWorkerGroup
 from verl.utils.ray_utils import auto_await
 
-from verl_digen.rollout.replica import DiffusersReplica
-
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+
+class Replica(Protocol):
+    """What a publish needs of a replica: its name and the process (one) that holds its weights."""
+
+    name: str
+    workers: list
 
 
 class PublishError(RuntimeError):
@@ -67,7 +72,7 @@ class WeightPublisher(CheckpointEngineManager):
         self,
         config,
         actor_wg: RayWorkerGroup,
-        replicas: list[DiffusersReplica],
+        replicas: list[Replica],
         *,
         colocated: bool,
         timeout_s: float,

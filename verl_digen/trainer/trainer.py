@@ -18,14 +18,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.table import Table
 from transfer_queue import KVBatchMeta
-from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
-from verl.utils.ray_utils import auto_await
-from verl.workers.config import TrainingWorkerConfig
 
 from verl_digen.config.plan import RunPlan, resolve_plan
 from verl_digen.config.unread import check_unread
@@ -34,19 +31,19 @@ from verl_digen.diffusion.losses import FlowGRPOConfig
 from verl_digen.engine.transaction import StepRule
 from verl_digen.models.family import Guidance, family_for
 from verl_digen.rollout.manager import RolloutPool
-from verl_digen.rollout.replica import DiffusersReplica, DiffusionRolloutWorker
+from verl_digen.rollout.replica import DiffusersReplica
 from verl_digen.rollout.requests import TRAIN, PromptGroup, row_key
 from verl_digen.schedule.measure import Measured
-from verl_digen.sync.publisher import PublishError, WeightPublisher
+from verl_digen.sync.publisher import PublishError
 from verl_digen.trainer import metrics as digen_metrics
 from verl_digen.trainer.pools import ROLLOUT_POOL, TRAINER_POOL, DigenResourcePoolManager
 from verl_digen.trainer.resume import find_checkpoint, load_engine_state, save_trainer
 from verl_digen.trainer.rewards import DiffusionRewardLoopManager
+from verl_digen.trainer.startup import init_models, start_workers
 from verl_digen.trainer.step import StepOutcome, TrainingStep
 from verl_digen.trainer.timeline import StepTimes, bubble_metrics, learn, step_trace
 from verl_digen.trainer.tracefiles import write_step_trace
 from verl_digen.trainer.validate import Validator, dump_samples
-from verl_digen.trainer.worker import DiffusionActorWorker
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -85,10 +82,10 @@ class DigenTrainer(PPOTrainer):
         self._print_plan()
         self._init_resource_pool_mgr()
         self.resource_pool_manager.create_resource_pool()
-        self._start_workers()
+        start_workers(self)
         self.reward_loop_manager = DiffusionRewardLoopManager(config=self.config, rm_resource_pool=None)
-        self._init_models()
-        self.teacher_model_manager = None
+        init_models(self)
+        self.llm_server_manager = self.teacher_model_manager = None
         if resumed is not None:
             load_engine_state(self, resumed)
 
@@ -198,101 +195,6 @@ class DigenTrainer(PPOTrainer):
             reduce=digen.tsp.reduce,
             num_steps=digen.sampling.num_steps,
         )
-
-    def _start_workers(self) -> None:
-        """Start all processes of both pools; nothing is loaded yet."""
-        actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
-        plan, digen = self.plan, self.plan.digen
-        bucket = self.config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
-        device = self.config.trainer.device
-        actor_class = RayClassWithInitArgs(
-            cls=ray.remote(DiffusionActorWorker),
-            config=TrainingWorkerConfig(
-                model_type="diffusion_model",
-                model_config=self.model_config,
-                engine_config=actor.engine,
-                optimizer_config=actor.optim,
-                checkpoint_config=actor.checkpoint,
-                profiler_config=None,
-            ),
-            digen=digen,
-            rule=self.step_rule(),
-            with_reference=plan.with_reference,
-            seed=plan.seed,
-            colocated=not self.disaggregated,
-            bucket_bytes=bucket,
-        )
-        pools = self.resource_pool_manager.resource_pool_dict
-        self.actor_rollout_wg = RayWorkerGroup(
-            resource_pool=pools[TRAINER_POOL], ray_cls_with_init=actor_class, bin_pack=False, device_name=device
-        )
-        if self.disaggregated:
-            self.rollout_class = RayClassWithInitArgs(
-                cls=ray.remote(DiffusionRolloutWorker),
-                model=self.model_config,
-                digen=digen,
-                seed=plan.seed,
-                bucket_bytes=bucket,
-            )
-            self.rollout_wg = RayWorkerGroup(
-                resource_pool=pools[ROLLOUT_POOL],
-                ray_cls_with_init=self.rollout_class,
-                bin_pack=False,
-                device_name=device,
-            )
-
-    def _init_models(self) -> None:
-        """Load both sides at the same time and tie replicas and channel together."""
-        rollout = self.config.actor_rollout_ref.rollout
-        self.replicas = [
-            DiffusersReplica(
-                replica_rank=rank,
-                config=rollout,
-                model_config=self.config.actor_rollout_ref.model,
-                gpus_per_node=rollout.n_gpus_per_node,
-            )
-            for rank in range(self.plan.replicas)
-        ]
-        loading = self.actor_rollout_wg.init_model()
-        if self.disaggregated:
-            loading = loading + [
-                worker.init_model.remote(f"replica{rank}") for rank, worker in enumerate(self.rollout_wg.workers)
-            ]
-        loaded = self._wait(loading, "loading the model")
-        self._check_loaded(loaded)
-        self._launch_replicas()
-        self.checkpoint_manager = WeightPublisher(
-            omega_conf_to_dataclass(rollout.checkpoint_engine),
-            self.actor_rollout_wg,
-            self.replicas,
-            colocated=not self.disaggregated,
-            timeout_s=self.plan.digen.failure.sync_timeout_s,
-        )
-        self.llm_server_manager = None
-
-    @auto_await
-    async def _launch_replicas(self) -> None:
-        for replica in self.replicas:
-            if self.disaggregated:
-                pool = self.resource_pool_manager.resource_pool_dict[ROLLOUT_POOL]
-                await replica.init_from_group(self.rollout_wg, pool)
-            else:
-                await replica.init_hybrid(self.actor_rollout_wg)
-
-    def _check_loaded(self, loaded: list[dict[str, Any]]) -> None:
-        """Both sides must have bound the same number of adapter tensors and use the same attention backend."""
-        bound = [entry["lora"] for entry in loaded]
-        if len(set(bound)) != 1 or (self.plan.lora_rank and 0 in bound):
-            raise ValueError(
-                f"actor_rollout_ref.model.lora_rank={self.plan.lora_rank}: adapter tensors bound by the workers are "
-                f"{bound}; they must be equal and more than 0"
-            )
-        backends = {entry["attention_backend"] for entry in loaded}
-        if backends != {self.model_config.attention_backend}:
-            raise ValueError(
-                f"actor_rollout_ref.model.attention_backend={self.model_config.attention_backend}: the workers use "
-                f"{sorted(map(str, backends))}"
-            )
 
     def _wait(self, refs: list, doing: str) -> list:
         seconds = self.plan.digen.failure.sync_timeout_s
