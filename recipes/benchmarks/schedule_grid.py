@@ -17,9 +17,10 @@ from pathlib import Path
 import yaml
 
 from verl_digen.schedule.bts import search
+from verl_digen.schedule.candidates import Search
 from verl_digen.schedule.catalog import Case, Testbed, read_case, read_testbed
 from verl_digen.schedule.pipeline import BubbleCosts, start_state
-from verl_digen.schedule.plan import Search, plan, plan_colocated
+from verl_digen.schedule.plan import plan, plan_colocated
 from verl_digen.schedule.simulate import simulate
 from verl_digen.schedule.work import Pools, Replica, Schedule, TrainerPool, Workload
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from verl_digen.cli.main import main
 from verl_digen.schedule.bound import lower_bound
+from verl_digen.schedule.candidates import Search
 from verl_digen.schedule.catalog import read_case, read_testbed
-from verl_digen.schedule.plan import Search, plan, plan_colocated
+from verl_digen.schedule.plan import plan, plan_colocated
 from verl_digen.schedule.profile import Profile, RunningEstimate, RunningProfile
 from verl_digen.schedule.simulate import simulate
 from verl_digen.schedule.work import Pools, Replica, Schedule, TrainerPool, Workload

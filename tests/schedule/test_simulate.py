@@ -10,9 +10,10 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from verl_digen.schedule.candidates import Search
 from verl_digen.schedule.catalog import read_case, read_testbed
 from verl_digen.schedule.disturbance import Disturbance, Failure
-from verl_digen.schedule.plan import Search, plan_colocated
+from verl_digen.schedule.plan import plan_colocated
 from verl_digen.schedule.profile import Profile
 from verl_digen.schedule.simulate import MODES, schedule_for, simulate
 from verl_digen.schedule.timeline import draw_timeline
