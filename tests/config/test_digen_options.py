@@ -11,8 +11,10 @@ from omegaconf import OmegaConf
 import verl_digen.config
 from verl_digen.config.digen import (
     DigenConfig,
+    GapConfig,
     RewardSpec,
     SelectionConfig,
+    TspConfig,
     parse_digen,
 )
 
@@ -31,7 +33,8 @@ def parse(**sections):
 
 
 def test_yaml_equals_the_dataclass_defaults():
-    assert written() == dataclasses.asdict(DigenConfig())
+    mechanisms = {"gap": dataclasses.asdict(GapConfig()), "tsp": dataclasses.asdict(TspConfig())}  # before the preset
+    assert written() == dataclasses.asdict(DigenConfig()) | mechanisms
 
 
 def test_every_option_is_mentioned_and_none_besides():

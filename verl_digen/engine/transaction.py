@@ -324,14 +324,16 @@ class Transaction:
         torch.set_rng_state(self._rng)
 
     def _summary(self) -> dict[str, float]:
-        merged = []
-        for parts in (self._metrics, self._gaps):
-            local = {k: v.cpu() for k, v in merge_metrics(parts).items()} if parts else None
-            gathered = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, local)
-            merged.append(merge_metrics(part for part in gathered if part is not None))
-        metrics = summarise_metrics(merged[0])
-        gap = merged[1]
+        local = [
+            {k: v.cpu() for k, v in merge_metrics(parts).items()} if parts else None
+            for parts in (self._metrics, self._gaps)
+        ]
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, local)
+        of_losses, gap = (
+            merge_metrics(part for part in parts if part is not None) for parts in zip(*gathered, strict=True)
+        )
+        metrics = summarise_metrics(of_losses)
         count = gap["log_prob_gap_count"]
         metrics["log_prob_gap_mean"] = float(gap["log_prob_gap_sum"].sum() / count.sum())
         metrics["log_prob_gap_max"] = float(gap["log_prob_gap_max"].max())
