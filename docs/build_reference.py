@@ -143,7 +143,9 @@ READ_MEANING = {
     "actor_rollout_ref.actor.fsdp_config.offload_policy": "FSDP2's own CPU offload.",
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "Optimizer state on the host between transactions.",
     "actor_rollout_ref.actor.fsdp_config.param_offload": "Weights of the Trainer on the host between transactions.",
-    "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": "FSDP2: free the gathered weights after the forward.",
+    "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": "FSDP2: free the gathered weights after the forward. "
+    "`false` needs room for all of them; with several ranks they are then gathered once per transaction instead of "
+    "twice per tile (`tsp.reduce=transaction`, no offloading).",
     "actor_rollout_ref.actor.kl_loss_coef": "Weight β of the KL, read if `use_kl_loss` is set.",
     "actor_rollout_ref.actor.optim.*": "Optimizer (`lr`, `betas`, `weight_decay`, `clip_grad`) and LR schedule "
     "(`lr_scheduler_type`, `lr_warmup_steps`, ...), as in veRL. `total_training_steps` is set by the trainer.",

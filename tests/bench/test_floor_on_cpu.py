@@ -89,6 +89,7 @@ class _Engine:
 
     device, master_dtype, ema = torch.device("cpu"), torch.float64, None
     gathers = reference = None
+    may_stay_whole = whole = False
 
     def __init__(self, loop: FloorLoop, model_path: str):
         from verl_digen.models.family import family_for
@@ -99,6 +100,9 @@ class _Engine:
     @contextmanager
     def gradient_sync(self, enabled: bool):
         yield
+
+    def shard(self) -> None:
+        pass
 
 
 def _sample_rows(spec: FloorSpec, rollout, advantages):

@@ -247,6 +247,11 @@ class Run:
         """From now on tiles of more than ``cells`` cells do not fit on a Trainer rank; None ends it."""
         ray.get(self.trainer.actor_rollout_wg.workers[rank].__ray_call__.remote(_shorten_memory, cells, where))
 
+    def stays_whole(self) -> set[bool]:
+        """What the Trainer ranks say: whether their parameters stay gathered during a transaction."""
+        workers = self.trainer.actor_rollout_wg.workers
+        return set(ray.get([w.__ray_call__.remote(lambda worker: worker.engine.may_stay_whole) for w in workers]))
+
     def order_groups(self, order) -> Run:
         """Hold the groups of a step back until all are there, and hand them on as ``order(list)`` says."""
         receive, held = self.manager.next_group, []

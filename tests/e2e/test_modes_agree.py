@@ -27,6 +27,8 @@ TUNING = {
         "actor_rollout_ref.actor.kl_loss_coef=0.5",
     ],
 }
+# the parameters stay gathered from begin to commit
+TUNING["whole"] = [*TUNING["full"], "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false"]
 TUNING["offloaded"] = [
     *TUNING["full"],
     "actor_rollout_ref.actor.fsdp_config.param_offload=true",
@@ -78,6 +80,7 @@ COMBINATIONS = [
     *(("full", "pools", "plain", mode) for mode in MODES),
     *(("full", "pools", case, STREAMED) for case in list(CASES)[1:]),
     ("offloaded", "one", "plain", "gap"),  # an open transaction gives way to the replica in the same process
+    *(("whole", "pools", case, STREAMED) for case in ("kl, window", "two logical batches, cfg")),
     ("lora", "one", "kl, window", "one-shot, fragments of 5, 3 cells"),
     ("lora", "one", "plain", "gap"),
     *(("lora", "pools", case, STREAMED) for case in ("plain", "kl, window")),
@@ -118,6 +121,7 @@ def test_weights_after_three_steps(one, request, references, tuning, placed, cas
     run.fit()
     steps = run.steps()
     assert len(steps) == 3
+    assert run.stays_whole() == {tuning == "whole"}
     difference = relative_difference(reference, run.weights())
     assert difference <= TOLERANCE, f"{tuning}, {placed}, {case}, {mode}: relative difference {difference:.2e}"
     limit = run.trainer.plan.digen.tsp.max_cells
@@ -131,10 +135,12 @@ def test_weights_after_three_steps(one, request, references, tuning, placed, cas
             assert step["actor/ratio_max_dev"] == 0.0
 
 
-@pytest.mark.parametrize(("tuning", "where"), [("full", "forward"), ("full", "backward"), ("lora", "backward")])
+@pytest.mark.parametrize(
+    ("tuning", "where"), [("full", "forward"), ("full", "backward"), ("whole", "backward"), ("lora", "backward")]
+)
 def test_a_rank_whose_memory_is_short_cuts_its_tiles(one, pools, references, tuning, where):
     """One of two ranks fails in the middle of a tile: it takes part in the rest of the other's and tries again."""
-    reference, _, _ = reference_of(references, one, tuning, "kl, window")
+    reference, _, _ = reference_of(references, one, "lora" if tuning == "lora" else "full", "kl, window")
     run = pools.again(*CASES["kl, window"], GAP, TSP, f"{FRAGMENT}12", tuning=TUNING[tuning])
     run.shorten_memory(1, 2, where)
     run.fit()

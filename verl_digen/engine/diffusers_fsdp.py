@@ -55,6 +55,7 @@ class DiffusersFSDPEngine(FSDPEngine):
         self.reference = None
         self.ema = None
         self.gathers: GatherLog | None = None
+        self._whole = False
 
     def configure(self, digen: DigenConfig, *, with_reference: bool, seed: int) -> None:
         """Options that veRL's worker config has no place for; call before :meth:`initialize`.
@@ -94,7 +95,7 @@ class DiffusersFSDPEngine(FSDPEngine):
             self.reference = self._wrap(
                 self.family.load_transformer(attention_backend=self.model_config.attention_backend)
             ).requires_grad_(False)
-        if torch.distributed.get_world_size() > 1:
+        if self._world() > 1:
             self.gathers = GatherLog.of(self.module, self.reference)
         if not self.engine_config.forward_only:
             self.optimizer = build_optimizer(self.trainable_parameters(), self.optimizer_config)
@@ -140,9 +141,8 @@ class DiffusersFSDPEngine(FSDPEngine):
                 parameter.copy_(tensors[name])
 
     def _wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        world = torch.distributed.get_world_size()
         parameters_dtype = {p.dtype for p in module.parameters() if p.is_floating_point()}
-        if world == 1 and parameters_dtype == {self.compute_dtype} and not self.engine_config.offload_policy:
+        if self._world() == 1 and parameters_dtype == {self.compute_dtype} and not self.engine_config.offload_policy:
             return module
         blocks = set(getattr(module, "_no_split_modules", None) or ())
         options = {
@@ -198,10 +198,58 @@ class DiffusersFSDPEngine(FSDPEngine):
             yield
             return
         self.module.set_requires_gradient_sync(False)
+        self.module.set_reshard_after_backward(not self._whole)
         try:
             yield
         finally:
             self.module.set_requires_gradient_sync(True)
+            self.module.set_reshard_after_backward(True)
+
+    # ---- parameters that stay whole between tiles ----------------------------------------------------------
+
+    @property
+    def may_stay_whole(self) -> bool:
+        """Whether the parameters can be gathered once for many tiles: there is room for them in every forward and
+        backward anyway, and nothing moves them to the host meanwhile."""
+        config = self.engine_config
+        moved = config.offload_policy or self._is_offload_param
+        return self._world() > 1 and not config.reshard_after_forward and not moved
+
+    @property
+    def whole(self) -> bool:
+        """Whether the parameters are gathered: tiles have no collectives then."""
+        return self._whole
+
+    def gather(self) -> None:
+        """Gather all parameters until :meth:`shard`; all ranks together."""
+        for module in self._fsdp_modules():
+            module.unshard()
+        self._whole = True
+
+    def shard(self) -> None:
+        """Free the gathered parameters; no collective."""
+        self._whole = False
+        for module in self._fsdp_modules():
+            module.reshard()
+
+    @contextmanager
+    def sharded(self):
+        """The parameters as the optimizer knows them; gathered again afterwards if they were before."""
+        whole = self._whole
+        if whole:
+            self.shard()
+        yield
+        if whole:
+            self.gather()
+
+    def _fsdp_modules(self) -> Iterator[FSDPModule]:
+        for root in (self.module, self.reference):
+            if root is not None:
+                yield from (module for module in root.modules() if isinstance(module, FSDPModule))
+
+    @staticmethod
+    def _world() -> int:
+        return torch.distributed.get_world_size()
 
     def averaged_weights(self):
         """Context in which the module holds the EMA weights."""

@@ -8,7 +8,7 @@ and it is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -24,15 +24,15 @@ except ImportError:  # torch before 2.9: nothing can be recorded, GatherLog.of r
 class _Recorded(AllGather):
     """The all-gather of one FSDP2 module, with a note for each call."""
 
-    def __init__(self, module: FSDPModule, issued: list[FSDPModule]):
-        self._module, self._issued = module, issued
+    def __init__(self, module: FSDPModule, note: Callable[[FSDPModule], None]):
+        self._module, self._note = module, note
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, async_op: bool = False):
         work = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-        self._issued.append(self._module)
+        self._note(self._module)
         return work
 
 
@@ -48,8 +48,9 @@ class GatherLog:
         self._issued: list[FSDPModule] = []
         self._order: list[FSDPModule] | None = None
         self._constant = True
+        self._recording = False
         for module in self._modules:
-            module.set_custom_all_gather(_Recorded(module, self._issued))
+            module.set_custom_all_gather(_Recorded(module, self._note))
 
     @classmethod
     def of(cls, *roots: torch.nn.Module | None) -> GatherLog | None:
@@ -57,6 +58,10 @@ class GatherLog:
         if not all(hasattr(FSDPModule, name) for name in ("set_custom_all_gather", "reset_iter_state")):
             return None
         return cls([m for root in roots if root is not None for m in root.modules() if isinstance(m, FSDPModule)])
+
+    def _note(self, module: FSDPModule) -> None:
+        if self._recording:
+            self._issued.append(module)
 
     @property
     def known(self) -> bool:
@@ -72,7 +77,11 @@ class GatherLog:
     def tile(self) -> Iterator[None]:
         """A tile; every module is sharded after it, so that each tile begins alike."""
         self._issued.clear()
-        yield
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
         for module in self._modules:
             module.reshard()
         if self._order is None:

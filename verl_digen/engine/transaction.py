@@ -98,6 +98,8 @@ class Transaction:
         self._held: HeldGradients | None = None
         self._rng = torch.get_rng_state()
         drop_gradients(self.engine.module)
+        if rule.reduce == "transaction" and engine.may_stay_whole:
+            engine.gather()
 
     def accumulate(
         self,
@@ -169,21 +171,27 @@ class Transaction:
 
     def _try_rounds(self, rows, rounds: list, idle_row: SampleRow, last: bool) -> list[tuple[float, float, int]]:
         """Run tiles of a new size, those that do not fit in pieces. Nothing is reduced in a tile that may fail."""
-        gathers, sharded, times = self.engine.gathers, isinstance(self.engine.module, FSDPModule), []
-        if gathers is not None and not gathers.known:
+        engine, fsdp, times = self.engine, isinstance(self.engine.module, FSDPModule), []
+        if engine.gathers is not None and not engine.gathers.known and not engine.whole:
             self._run_idle(idle_row, reduce=False)
         while rounds:
             pieces = []
-            for tile in rounds:
+            for index, tile in enumerate(rounds):
                 started = time.time()
                 failed = self._try(rows, tile) if tile else self._run_idle(idle_row, reduce=False)
                 times.append((started, time.time(), 0 if failed else len(tile)))
                 pieces += failed or []
-                if sharded and self.rule.reduce == "tile":
+                if failed and engine.whole:  # the failure has freed the parameters: the rest waits for the others
+                    pieces += [tile for tile in rounds[index + 1 :] if tile]
+                    break
+                if fsdp and self.rule.reduce == "tile":
                     self._run_idle(idle_row, reduce=True)
             more = self.tile_size.agree_on_failures(len(pieces))
+            if more and engine.whole:
+                engine.shard()
+                engine.gather()
             rounds = pieces + [[]] * (more - len(pieces))
-        if sharded and last and self.rule.reduce == "transaction":
+        if fsdp and last and self.rule.reduce == "transaction":
             self._run_idle(idle_row, reduce=True)
         return times
 
@@ -195,7 +203,8 @@ class Transaction:
         try:
             self.tile_size.measure(len(cells), lambda: self._run(rows, cells, False, counted=True))
         except torch.OutOfMemoryError as error:
-            if dist.get_world_size() > 1 and (engine.gathers is None or not engine.gathers.constant):
+            meeting = dist.get_world_size() > 1 and not engine.whole  # other ranks, in every tile
+            if meeting and (engine.gathers is None or not engine.gathers.constant):
                 why = "other tiles did other all-gathers" if engine.gathers else f"torch {torch.__version__} is too old"
                 raise TransactionError(
                     f"a tile of {len(cells)} cells does not fit into memory, and the rank cannot leave the collectives "
@@ -211,7 +220,7 @@ class Transaction:
                 if module is not None:
                     recover(module)
             release_cached()
-            if engine.gathers is not None:
+            if engine.gathers is not None and not engine.whole:
                 engine.gathers.make_up()
             pieces = [cells[start:stop] for start, stop in even_cut(0, len(cells), -(-len(cells) // size))]
         give_back_gradients(held)
@@ -219,7 +228,8 @@ class Transaction:
 
     def _run_idle(self, idle_row: SampleRow, reduce: bool) -> None:
         """All collectives of a tile, and no gradient."""
-        self._run([idle_row], [(0, 0)], reduce, counted=False)
+        if reduce or not self.engine.whole:
+            self._run([idle_row], [(0, 0)], reduce, counted=False)
 
     def _run(self, rows, cells: Sequence[tuple[int, int]], reduce: bool, *, counted: bool) -> None:
         tile = gather_tile(
@@ -229,7 +239,7 @@ class Transaction:
             dtype=self.engine.master_dtype,
             weight=1.0 if counted else 0.0,
         )
-        gathers = self.engine.gathers
+        gathers = self.engine.gathers if not self.engine.whole else None
         with gathers.tile() if gathers is not None else nullcontext(), self.engine.gradient_sync(reduce):
             self._tile(tile, counted=counted)
 
@@ -298,6 +308,7 @@ class Transaction:
                 f"{total_cells} of {self.planned_cells} planned cells were accumulated; commit refused"
             )
         self.resume()
+        self.engine.shard()
         learning_rate = self.engine.optimizer.param_groups[0]["lr"]
         if scale != 1.0:
             for parameter in self.engine.trainable_parameters():
@@ -320,6 +331,7 @@ class Transaction:
     def abort(self) -> None:
         """Drop the gradients and restore the RNG; weights and optimizer state were never touched."""
         self._held = None
+        self.engine.shard()
         drop_gradients(self.engine.module)
         torch.set_rng_state(self._rng)
 

@@ -287,7 +287,7 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
                 "changed the weights since. A replica can be restarted in the middle of a streaming step only with one "
                 "logical batch per step (actor_rollout_ref.actor.ppo_mini_batch_size = data.train_batch_size)"
             )
-        with torch.no_grad():
+        with self.engine.sharded(), torch.no_grad():
             return self._publish(self.engine.get_per_tensor_param()[0], version)
 
     def _publish(self, tensors, version: int) -> dict[str, Any]:
