@@ -35,6 +35,7 @@ class Plan:
         cells: tile size of the modes with TSP; several give several rows.
         scale: emulated seconds are divided by it.
         groups: prompt groups per step instead of the file's; must divide into its logical batches.
+        overrides: of the recipe, for all runs.
     """
 
     workloads: tuple[str, ...]
@@ -47,6 +48,7 @@ class Plan:
     groups: int | None = None
     steps: int = 2
     warmup: int = 1
+    overrides: tuple[str, ...] = ()
     timeout_s: float = 3600.0
 
     def __post_init__(self):
@@ -154,7 +156,7 @@ def run_emulated(plan: Plan, say: Callable[[str], None] = lambda _: None) -> lis
 def _one(
     plan: Plan, case: Case, data: Path, workload: str, generator: int, trainer: int, mode: str, cells: int | None
 ) -> dict:
-    overrides = overrides_of(case, data, generator, trainer, cells)
+    overrides = (*overrides_of(case, data, generator, trainer, cells), *plan.overrides)
     config = compose_recipe(plan.recipes, [*MODES[mode], *overrides])
     resolved = resolve_plan(config)
     name = f"{workload}-{generator}+{trainer}-{mode}{f'-{cells}' if cells else ''}"

@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     emulated.add_argument("--out", type=Path, help="folder for logs (default: runs/bench-emulated-TIME)")
     emulated.add_argument("--timeout", type=float, default=3600.0, help="seconds after which a run has failed")
     emulated.add_argument("--json", action="store_true", help="write JSON to stdout, progress to stderr")
+    emulated.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="of the recipe, for all runs")
 
     curve = targets.add_parser("curve", help="reward and accuracy of a run: in the terminal and as pictures")
     curve.add_argument("--log", type=Path, required=True, help="JSON lines of veRL's file logger")
@@ -115,6 +116,7 @@ def _emulated(args: argparse.Namespace) -> int:
         warmup=args.warmup,
         recipes=args.recipes or find_recipes(),
         out=args.out or Path("runs") / f"bench-emulated-{time.strftime('%Y%m%d-%H%M%S')}",
+        overrides=tuple(args.overrides),
         timeout_s=args.timeout,
     )
     rows = run_emulated(plan, say=lambda text: print(text, file=sys.stderr, flush=True))
