@@ -145,6 +145,10 @@ def _whole_weights(worker) -> dict[str, torch.Tensor]:
     }
 
 
+def _parameter_gathers(worker) -> tuple[int, int]:
+    return worker.engine.gathers.count, len(list(worker.engine._fsdp_modules()))
+
+
 def _configure_sampler(worker, digen) -> None:
     worker.sampler.digen = digen
 
@@ -247,10 +251,9 @@ class Run:
         """From now on tiles of more than ``cells`` cells do not fit on a Trainer rank; None ends it."""
         ray.get(self.trainer.actor_rollout_wg.workers[rank].__ray_call__.remote(_shorten_memory, cells, where))
 
-    def stays_whole(self) -> set[bool]:
-        """What the Trainer ranks say: whether their parameters stay gathered during a transaction."""
-        workers = self.trainer.actor_rollout_wg.workers
-        return set(ray.get([w.__ray_call__.remote(lambda worker: worker.engine.may_stay_whole) for w in workers]))
+    def parameter_gathers(self) -> list[tuple[int, int]]:
+        """All-gathers of parameters so far, and sharded modules, of each Trainer rank."""
+        return ray.get([w.__ray_call__.remote(_parameter_gathers) for w in self.trainer.actor_rollout_wg.workers])
 
     def order_groups(self, order) -> Run:
         """Hold the groups of a step back until all are there, and hand them on as ``order(list)`` says."""

@@ -41,6 +41,9 @@ class GatherLog:
 
     Args:
         modules: every FSDP2 module that a tile runs through.
+
+    Attributes:
+        count: all-gathers so far.
     """
 
     def __init__(self, modules: Sequence[FSDPModule]):
@@ -48,6 +51,7 @@ class GatherLog:
         self._issued: list[FSDPModule] = []
         self._order: list[FSDPModule] | None = None
         self._constant = True
+        self.count = 0
         self._recording = False
         for module in self._modules:
             module.set_custom_all_gather(_Recorded(module, self._note))
@@ -60,6 +64,7 @@ class GatherLog:
         return cls([m for root in roots if root is not None for m in root.modules() if isinstance(m, FSDPModule)])
 
     def _note(self, module: FSDPModule) -> None:
+        self.count += 1
         if self._recording:
             self._issued.append(module)
 
