@@ -21,6 +21,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine import EngineRegistry
 
 from verl_digen.config.plan import resolve_plan
+from verl_digen.engine import transaction
 from verl_digen.engine.tilesize import TileSize
 from verl_digen.trainer.resume import find_checkpoint, load_engine_state
 
@@ -154,9 +155,23 @@ def _configure_sampler(worker, digen) -> None:
 
 
 def _shorten_memory(worker, cells: int | None, where: str) -> None:
-    """On a training worker: more than ``cells`` cells do not fit, noticed in the middle of the model; None: all do."""
+    """On a training worker: more than ``cells`` cells do not fit; None: all do.
+
+    Noticed before the tile, or in the middle of the model's forward or backward.
+    """
     if cells is None:
-        worker._short_of_memory.remove()
+        worker._enough_memory()
+        return
+    if where == "before":
+        real = transaction.gather_tile
+
+        def too_large(rows, tile, **options):
+            if len(tile) > cells:
+                raise torch.OutOfMemoryError("no room")
+            return real(rows, tile, **options)
+
+        transaction.gather_tile = too_large
+        worker._enough_memory = lambda: setattr(transaction, "gather_tile", real)
         return
 
     def cramped(module, inputs, output):
@@ -173,7 +188,7 @@ def _shorten_memory(worker, cells: int | None, where: str) -> None:
             last.register_hook(fail)
 
     block = worker.engine.module.transformer_blocks[1]
-    worker._short_of_memory = block.register_forward_hook(cramped)
+    worker._enough_memory = block.register_forward_hook(cramped).remove
 
 
 @dataclass

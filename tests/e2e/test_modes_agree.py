@@ -139,7 +139,8 @@ def test_weights_after_three_steps(one, request, references, tuning, placed, cas
 
 
 @pytest.mark.parametrize(
-    ("tuning", "where"), [("full", "forward"), ("full", "backward"), ("whole", "backward"), ("lora", "backward")]
+    ("tuning", "where"),
+    [("full", "before"), ("full", "forward"), ("full", "backward"), ("whole", "backward"), ("lora", "backward")],
 )
 def test_a_rank_whose_memory_is_short_cuts_its_tiles(one, pools, references, tuning, where):
     """One of two ranks fails in the middle of a tile: it takes part in the rest of the other's and tries again."""

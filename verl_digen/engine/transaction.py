@@ -232,15 +232,15 @@ class Transaction:
             self._run([idle_row], [(0, 0)], reduce, counted=False)
 
     def _run(self, rows, cells: Sequence[tuple[int, int]], reduce: bool, *, counted: bool) -> None:
-        tile = gather_tile(
-            rows,
-            cells,
-            device=self.engine.device,
-            dtype=self.engine.master_dtype,
-            weight=1.0 if counted else 0.0,
-        )
         gathers = self.engine.gathers if not self.engine.whole else None
         with gathers.tile() if gathers is not None else nullcontext(), self.engine.gradient_sync(reduce):
+            tile = gather_tile(
+                rows,
+                cells,
+                device=self.engine.device,
+                dtype=self.engine.master_dtype,
+                weight=1.0 if counted else 0.0,
+            )
             self._tile(tile, counted=counted)
 
     def pause(self) -> None:
