@@ -131,8 +131,7 @@ def one_rank(tmp_path):
     """A process group of this process alone, which transactions count in."""
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        pytest.skip("another test left a process group")
+    assert not dist.is_initialized(), "another test left a process group"
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

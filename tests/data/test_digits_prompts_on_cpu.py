@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from verl_digen.cli.main import main
@@ -38,6 +40,13 @@ def test_command_writes_model_and_prompts_and_may_be_repeated(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_without_scikit_learn_the_command_says_what_to_install(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert main(["prepare", "digits-weights", "--out", str(tmp_path)]) == 2
+    assert "pip install 'verl-digen[digits]'" in capsys.readouterr().err
+    assert main(["prepare", "digits", "--out", str(tmp_path)]) == 0  # training needs none of it
+
+
 def test_command_rebuilds_weights(tmp_path, capsys):
     arguments = ["prepare", "digits-weights", "--out", str(tmp_path), "--iterations", "2"]
     assert main(arguments) == 0

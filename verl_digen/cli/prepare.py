@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         return {"digits": _digits, "digits-weights": _digits_weights}[args.target](args)
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         print(f"verl-digen prepare: {error}", file=sys.stderr)
         return 2
 

@@ -12,26 +12,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 try:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
-except ImportError:  # torch before 2.9: nothing can be recorded, GatherLog.of returns None
-    AllGather = object
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+except ImportError:  # a torch without it: nothing can be recorded, GatherLog.of returns None
+    DefaultAllGather = object
 
 
-class _Recorded(AllGather):
-    """The all-gather of one FSDP2 module, with a note for each call."""
+class _Recorded(DefaultAllGather):
+    """FSDP2's own all-gather, with a note for each call."""
 
     def __init__(self, module: FSDPModule, note: Callable[[FSDPModule], None]):
         self._module, self._note = module, note
 
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, async_op: bool = False):
-        work = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+    def __call__(self, *args, **kwargs):
+        work = super().__call__(*args, **kwargs)
         self._note(self._module)
         return work
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -218,17 +217,13 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
         self._mode.__exit__(None, None, None)
 
     def _fetch(self, samples, fragment: TrainFragment) -> list[SampleRow]:
-        uids = dict.fromkeys(uid for uid, _ in samples)
-        new = [uid for uid in uids if uid not in self._conditions]  # groups that this logical batch has not met yet
-        with ThreadPoolExecutor(1) as beside:  # the two round trips at the same time
-            prompts = beside.submit(tq.kv_batch_get, keys=new, partition_id=fragment.partition) if new else None
-            data = tq.kv_batch_get(
-                keys=[row_key(uid, j) for uid, j in samples],
-                partition_id=fragment.partition,
-                select_fields=["latents", "sigmas", "rollout_log_probs", "starts"],
-            )
-            if prompts is not None:
-                self._keep_conditions(new, prompts.result())
+        uids = list(dict.fromkeys(uid for uid, _ in samples))
+        self._fetch_conditions([uid for uid in uids if uid not in self._conditions], fragment.partition)
+        data = tq.kv_batch_get(
+            keys=[row_key(uid, j) for uid, j in samples],
+            partition_id=fragment.partition,
+            select_fields=["latents", "sigmas", "rollout_log_probs", "starts"],
+        )
         columns = {name: data[name].unbind(0) for name in ("latents", "sigmas", "rollout_log_probs", "starts")}
         return [
             SampleRow(
@@ -245,8 +240,11 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
             for i, (uid, j) in enumerate(samples)
         ]
 
-    def _keep_conditions(self, uids: list[str], data) -> None:
-        """Note the prompt tensors of groups."""
+    def _fetch_conditions(self, uids: list[str], partition: str) -> None:
+        """Prompt tensors of groups that this logical batch has not met yet."""
+        if not uids:
+            return
+        data = tq.kv_batch_get(keys=uids, partition_id=partition)
         columns = {name: data[name].unbind(0) for name in data.keys()}  # noqa: SIM118 - a TensorDict is no dict
         for i, uid in enumerate(uids):
             cond = {n.partition(".")[2]: c[i] for n, c in columns.items() if n.startswith("cond.")}
