@@ -36,6 +36,7 @@ from verl_digen.rollout.requests import TRAIN, PromptGroup, row_key
 from verl_digen.schedule.measure import Measured
 from verl_digen.sync.publisher import PublishError
 from verl_digen.trainer import metrics as digen_metrics
+from verl_digen.trainer.about import write_about
 from verl_digen.trainer.pools import ROLLOUT_POOL, TRAINER_POOL, DigenResourcePoolManager
 from verl_digen.trainer.resume import find_checkpoint, load_engine_state, save_trainer
 from verl_digen.trainer.rewards import DiffusionRewardLoopManager
@@ -79,7 +80,7 @@ class DigenTrainer(PPOTrainer):
         self._check_model()
         load_reward_manager(self.config, None)  # an unknown reward or a missing file is an error here already
         resumed = find_checkpoint(self)
-        self._print_plan()
+        write_about(self, self._print_plan())
         self._init_resource_pool_mgr()
         self.resource_pool_manager.create_resource_pool()
         start_workers(self)
@@ -144,19 +145,23 @@ class DigenTrainer(PPOTrainer):
             ),
         }
 
-    def _print_plan(self) -> None:
+    def _print_plan(self) -> list[tuple[str, str]]:
         table = Table(title="verl_digen: resolved plan", show_header=False)
         sampling = self.expected_sampling["train"]
-        table.add_row("model", f"{self.model_config.path} ({sampling['family']}, {sampling['dtype']})")
-        table.add_row(
-            "sampling",
-            f"{sampling['num_steps']} steps, {self.plan.digen.sampling.kind} eta {self.plan.digen.sampling.eta:g}, "
-            f"{sampling['height']}x{sampling['width']}x{sampling['num_frames']}, "
-            f"guidance {sampling['guidance_scale']:g}",
-        )
-        for what, value in self.plan.rows():
+        rows = [
+            ("model", f"{self.model_config.path} ({sampling['family']}, {sampling['dtype']})"),
+            (
+                "sampling",
+                f"{sampling['num_steps']} steps, {self.plan.digen.sampling.kind} eta {self.plan.digen.sampling.eta:g}, "
+                f"{sampling['height']}x{sampling['width']}x{sampling['num_frames']}, "
+                f"guidance {sampling['guidance_scale']:g}",
+            ),
+            *self.plan.rows(),
+        ]
+        for what, value in rows:
             table.add_row(what, value)
         Console(width=120).print(table)
+        return rows
 
     def _init_resource_pool_mgr(self) -> None:
         trainer, rollout = self.config.trainer, self.config.actor_rollout_ref.rollout
