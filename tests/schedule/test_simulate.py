@@ -127,9 +127,9 @@ class Witness(Run):
         super().__init__(*args)
         self.versions = {}
 
-    def arrived(self, claim):
-        self.versions.setdefault((claim.uid, claim.attempt), []).append((claim.step, claim.version))
-        super().arrived(claim)
+    def arrived(self, claim, uid, j):
+        self.versions.setdefault((uid, claim.attempt), []).append((claim.step, claim.version))
+        super().arrived(claim, uid, j)
 
 
 @given(seed=st.integers(0, 10**9))
@@ -279,10 +279,10 @@ def test_helping_ahead_does_not_lock_groups_to_the_version_before():
     """The helper once took six of eight groups just before a commit; replicas then had to finish them alone."""
     work = Workload(name="w", groups=8, samples_per_group=4, denoise_steps=30, trained_transitions=12)
     profile = Profile(denoise_s=5.0, train_cell_s=20.0, helper_denoise_s=5.5, score_s=4.0, commit_s=1.5, publish_s=1.6)
-    schedule = Schedule(fragment_size=4, tsp=True, max_cells=2, policy="steps", max_stale_ratio=1.0, rollout_batch=2)
+    schedule = Schedule(fragment_size=4, tsp=True, max_cells=2, policy="steps", max_stale_ratio=1.0)
     for speed in (1.3, 1.7, 1.9, 2.0):
         result = simulate(work, pools_of([speed] * 4, 24), profile, schedule, steps=60)
-        assert sum(result.step_s[30:]) / 30 < 1.15 * result.bound.seconds
+        assert sum(result.step_s[30:]) / 30 < 1.2 * result.bound.seconds
 
 
 def case(name):

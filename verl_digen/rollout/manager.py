@@ -33,7 +33,6 @@ from verl_digen.rollout.replica import DiffusersReplica
 from verl_digen.rollout.requests import Fragment, FragmentReport, PromptGroup, SampleResult
 from verl_digen.schedule.assemble import GroupAssembler, Outcome
 from verl_digen.schedule.gap import plan_fragments
-from verl_digen.schedule.work import Claim
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -120,7 +119,7 @@ class DiffusionRolloutManager:
         self._pending: deque[_Attempt] = deque()
         self._groups: dict[str, PromptGroup] = {}
         self._results: dict[str, dict[int, SampleResult]] = {}
-        self._assembler = GroupAssembler(digen.failure.max_retries)
+        self._assembler = GroupAssembler()
         self._done: queue.Queue[GroupResult | BaseException] = queue.Queue()
         self._ids = itertools.count(1)
         self._reward_turn = itertools.count()
@@ -241,7 +240,7 @@ class DiffusionRolloutManager:
         async with self._work:
             if not self._groups or set(groups) & set(self._groups):
                 # nothing is expected any more, or a step that was broken off begins anew
-                self._assembler = GroupAssembler(self.digen.failure.max_retries)
+                self._assembler = GroupAssembler()
                 self._groups, self._results = {}, {}
                 self._pending.clear()
             n = next(iter(groups.values())).n
@@ -389,7 +388,7 @@ class DiffusionRolloutManager:
             reward = score["reward_score"]
             if not isinstance(reward, int | float) or not math.isfinite(reward):
                 raise RolloutError(f"reward of sample ({uid}, {j}) is {reward!r}; a reward must be a finite number")
-            outcome, _ = self._assembler.scored(Claim(uid, j, 0, report.version), float(reward))
+            outcome, _ = self._assembler.scored(uid, j, report.version, reward=float(reward))
             if outcome not in (Outcome.ACCEPTED, Outcome.COMPLETE):
                 logger.warning("sample (%s, %s) of fragment %s is %s", uid, j, report.fragment_id, outcome.value)
                 continue

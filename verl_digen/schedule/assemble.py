@@ -13,11 +13,7 @@ import enum
 import math
 from collections.abc import Sequence
 
-from verl_digen.schedule.work import Claim, Fragment, Uid
-
-
-class StepFailed(RuntimeError):
-    """A group failed more often than its retries allow; the whole step fails with its cause."""
+from verl_digen.schedule.work import Fragment, Uid
 
 
 class Outcome(enum.Enum):
@@ -31,7 +27,7 @@ class Outcome(enum.Enum):
 
 
 class _Assembly:
-    __slots__ = ("step", "attempt", "version", "have", "size", "failures", "complete", "taken", "fragments")
+    __slots__ = ("step", "attempt", "version", "have", "size", "complete", "taken", "fragments")
 
     def __init__(self, step: int, size: int) -> None:
         self.step = step
@@ -39,7 +35,6 @@ class _Assembly:
         self.attempt = 0
         self.version = -1
         self.have: set[int] = set()
-        self.failures = 0
         self.complete = False
         self.taken = False
         self.fragments: list[Fragment] = []
@@ -49,16 +44,9 @@ NOTHING: tuple[Fragment, ...] = ()
 
 
 class GroupAssembler:
-    """Collects scored samples in any order until groups and fragments are complete.
+    """Collects scored samples in any order until groups and fragments are complete."""
 
-    Args:
-        max_retries: how often a group may fail and be generated again before the step fails.
-    """
-
-    def __init__(self, max_retries: int = 2) -> None:
-        if max_retries < 0:
-            raise ValueError(f"assembler: max_retries={max_retries} must not be negative")
-        self.max_retries = max_retries
+    def __init__(self) -> None:
         self._groups: dict[Uid, _Assembly] = {}
         self._missing: dict[tuple[int, int], int] = {}
         self._given: set[tuple[int, int]] = set()
@@ -80,7 +68,9 @@ class GroupAssembler:
                     self._groups[uid] = _Assembly(fragment.step, sizes[uid])
                 self._groups[uid].fragments.append(fragment)
 
-    def scored(self, claim: Claim, reward: float = 0.0) -> tuple[Outcome, tuple[Fragment, ...]]:
+    def scored(
+        self, uid: Uid, j: int, version: int, attempt: int = 0, reward: float = 0.0
+    ) -> tuple[Outcome, tuple[Fragment, ...]]:
         """Take one scored sample in; returns what became of it and the fragments it makes ready.
 
         Duplicates, results of an older attempt and unknown samples change nothing.
@@ -88,21 +78,19 @@ class GroupAssembler:
         Raises:
             ValueError: the reward is not finite, or a group would mix versions.
         """
-        group = self._groups.get(claim.uid)
-        if group is None or not 0 <= claim.j < group.size:
+        group = self._groups.get(uid)
+        if group is None or not 0 <= j < group.size:
             return Outcome.UNKNOWN, NOTHING
-        if claim.attempt != group.attempt:
+        if attempt != group.attempt:
             return Outcome.LATE, NOTHING
-        if claim.j in group.have:
+        if j in group.have:
             return Outcome.DUPLICATE, NOTHING
         if not math.isfinite(reward):
-            raise ValueError(f"sample ({claim.uid!r}, {claim.j}) has reward {reward!r}; report it as failed instead")
-        if group.have and group.version != claim.version:
-            raise ValueError(
-                f"sample ({claim.uid!r}, {claim.j}) carries version {claim.version}, its group version {group.version}"
-            )
-        group.version = claim.version
-        group.have.add(claim.j)
+            raise ValueError(f"sample ({uid!r}, {j}) has reward {reward!r}; report it as failed instead")
+        if group.have and group.version != version:
+            raise ValueError(f"sample ({uid!r}, {j}) carries version {version}, its group version {group.version}")
+        group.version = version
+        group.have.add(j)
         if len(group.have) < group.size:
             return Outcome.ACCEPTED, NOTHING
         group.complete = True
@@ -112,25 +100,6 @@ class GroupAssembler:
         key = fragment.step, fragment.index
         self._missing[key] -= 1
         return self._missing[key] == 0
-
-    def failed(self, uid: Uid, attempt: int, cause: str) -> bool:
-        """A sample of a group failed; ``True`` when the group is to be generated again (:meth:`restart`).
-
-        Failures of an older attempt or of unknown groups return ``False``.
-
-        Raises:
-            StepFailed: the group has no retries left.
-        """
-        group = self._groups.get(uid)
-        if group is None or attempt != group.attempt or group.complete:
-            return False
-        group.failures += 1
-        if group.failures > self.max_retries:
-            raise StepFailed(
-                f"group {uid!r} of step {group.step} failed {group.failures} times "
-                f"(max_retries={self.max_retries}); last cause: {cause}"
-            )
-        return True
 
     def restart(self, uid: Uid, attempt: int) -> None:
         """Expect a group anew under the next attempt; what arrived of it before is dropped."""

@@ -273,7 +273,7 @@ def estimate(case: Case, pools: Pools, profile: Profile, schedule: Schedule) -> 
     rate = pools.generator_speed * schedule.rollout_batch / batch_s
     helper = 0.0
     if schedule.policy != "none":
-        helper_one = work.denoise_steps * profile.helper_step_s + profile.decode_s
+        helper_one = work.denoise_steps * profile.helper_step_s() + profile.decode_s
         helper = pools.trainer.ranks * pools.trainer.speed / helper_one
     stale = math.floor(schedule.max_stale_ratio * work.groups + 1e-9) / work.groups
     lumps = 0.5 * slowest * fragment / work.samples

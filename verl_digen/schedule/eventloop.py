@@ -11,7 +11,7 @@ import heapq
 
 from verl_digen.schedule.assemble import GroupAssembler, Outcome
 from verl_digen.schedule.disturbance import Disturbance
-from verl_digen.schedule.gap import ClaimQueue, plan_step, pull_size
+from verl_digen.schedule.gap import ClaimQueue, plan_step
 from verl_digen.schedule.profile import Profile
 from verl_digen.schedule.tcss import StaleLedger
 from verl_digen.schedule.trace import Trace
@@ -50,7 +50,7 @@ class GeneratorLoop:
         count = len(pools.replicas)
         self.version = [0] * count
         self.alive = [True] * count
-        self.running: list[tuple[float, list[Claim]] | None] = [None] * count
+        self.running: list[tuple[float, Claim] | None] = [None] * count
         self.epoch = [0] * count
         self.busy_s = [0.0] * count
         self.idle_since = [0.0] * count
@@ -58,7 +58,6 @@ class GeneratorLoop:
         self.idle: set[int] = set()
         self._last_uid: list[int | None] = [None] * count
         self._speed = [replica.speed for replica in pools.replicas]
-        self._pool_speed = pools.generator_speed
         self._names = [replica.name for replica in pools.replicas]
         self._devices = [replica.devices for replica in pools.replicas]
 
@@ -97,66 +96,54 @@ class GeneratorLoop:
             raise RuntimeError(f"the schedule stalled at {self.now} s: {self.waiting_for()}")
 
     def add_step(self, step: int) -> None:
-        fragments = plan_step(self.workload, step, self.schedule.fragment_size)
-        groups = self.workload.groups
-        self.fragments[step] = fragments
-        self.queue.add_step(step, range(step * groups, (step + 1) * groups), self.workload.samples_per_group)
-        self.assembler.add_step(fragments)
+        self.fragments[step] = plan_step(self.workload, step, self.schedule.fragment_size)
+        self.queue.add_step(step, plan_step(self.workload, step, self.schedule.rollout_batch))
+        self.assembler.add_step(self.fragments[step])
 
     # -- Generator -----------------------------------------------------------------------------------------
 
     def pull(self, replica: int) -> None:
         """An idle replica takes work: first what its version still owes, then the newest version's."""
-        version, newest, batch = self.version[replica], self.newest, self.schedule.rollout_batch
-        limit = 1
-        if batch > 1:
-            limit = max(1, pull_size(self.queue.available(version), self._speed[replica], self._pool_speed, batch))
-        claims = self.queue.claim(version, limit, start_groups=version == newest)
-        if not claims and version != newest:
+        version, newest = self.version[replica], self.newest
+        claim = self.queue.claim(version, start_groups=version == newest)
+        if claim is None and version != newest:
             version = self.version[replica] = newest
-            if batch > 1:
-                limit = max(1, pull_size(self.queue.available(version), self._speed[replica], self._pool_speed, batch))
-            claims = self.queue.claim(version, limit)
-        if not claims:
+            claim = self.queue.claim(version)
+        if claim is None:
             self.rest(replica)
             return
         now = self.now
         if self.idle_cause[replica] is not None:
             self.close_bubble(replica)
         self.idle.discard(replica)
-        duration = self.generation_s(replica, claims)
-        self.running[replica] = (now + duration, claims)
-        self.at(now + duration, self.generated, replica, self.epoch[replica], now, claims)
+        duration = self.generation_s(replica, claim)
+        self.running[replica] = (now + duration, claim)
+        self.at(now + duration, self.generated, replica, self.epoch[replica], now, claim)
 
-    def generation_s(self, replica: int, claims: list[Claim]) -> float:
-        """Time of a replica for a batch; samples may come with steps behind them."""
+    def generation_s(self, replica: int, claim: Claim) -> float:
+        """Time of a replica for a fragment, which may come with steps behind it."""
         profile, steps, factor = self.profile, self.workload.denoise_steps, self._factor
-        moving = decode = 0.0
-        longest = encodes = 0
+        left = steps - claim.steps_done
+        total = 0.0
+        encodes = 0
         last = self._last_uid[replica]
-        for claim in claims:
-            share = factor(claim.uid, claim.j) if factor else 1.0
-            left = steps - claim.steps_done
-            moving += left * share
-            decode += share
-            if left > longest:
-                longest = left
-            if claim.uid != last:
-                last = claim.uid
+        for uid, j in claim.fragment.samples:
+            total += factor(uid, j) if factor else 1.0
+            if uid != last:
+                last = uid
                 encodes += 1
         self._last_uid[replica] = last
-        seconds = profile.denoise_fixed_s * longest + profile.denoise_s * moving + profile.decode_s * decode
+        seconds = profile.denoise_fixed_s * left + (profile.denoise_s * left + profile.decode_s) * total
         return (seconds + encodes * profile.encode_s) / self._speed[replica]
 
-    def generated(self, replica: int, epoch: int, start: float, claims: list[Claim]) -> None:
+    def generated(self, replica: int, epoch: int, start: float, claim: Claim) -> None:
         if epoch != self.epoch[replica]:
             return
         self.running[replica] = None
         self.busy_s[replica] += self.now - start
         if self.trace is not None:
-            self.trace.work(self._names[replica], "generate", start, self.now, _label(claims))
-        for claim in claims:
-            self.score(claim)
+            self.trace.work(self._names[replica], "generate", start, self.now, _label(claim))
+        self.score(claim)
         self.pull(replica)
 
     def rest(self, replica: int) -> None:
@@ -209,9 +196,9 @@ class GeneratorLoop:
             self.trace.work(self._names[replica], "down", self.now, self.now + down_s)
         running, self.running[replica] = self.running[replica], None
         self.at(self.now + down_s, self.recover, replica, down_s)
-        for claim in running[1] if running else ():
-            self.discarded += 1
-            self.queue.give_back(claim, 0)
+        if running:
+            self.discarded += len(running[1].fragment.samples)
+            self.queue.give_back(running[1])
         self.restart_orphans()
         self.wake()
 
@@ -228,28 +215,29 @@ class GeneratorLoop:
         """Groups that were begun under a version that nobody holds any more start over."""
         held = {version for version, alive in zip(self.version, self.alive, strict=True) if alive}
         held.add(self.ledger.published)
-        for uid in self.queue.orphans(held):
-            self.assembler.restart(uid, self.queue.restart(uid))
+        for uid, attempt in self.queue.restart_orphans(held).items():
+            self.assembler.restart(uid, attempt)
 
     # -- reward --------------------------------------------------------------------------------------------
 
     def score(self, claim: Claim) -> None:
-        """Send a finished sample to the reward pool; servers take samples in the order they come."""
+        """Send the samples of a finished fragment to the reward pool; servers take them in the order they come."""
+        self.queue.finished(claim)
         latency = self.profile.score_s
-        if self._slots:
-            begin = max(self.now, self._slots[0])
-            heapq.heapreplace(self._slots, begin + latency)
-        else:
+        for uid, j in claim.fragment.samples:
             begin = self.now
-        if self.trace is not None and latency:
-            self.trace.work("reward", "score", begin, begin + latency, f"{claim.uid}/{claim.j}")
-        if begin + latency > self.now:
-            self.at(begin + latency, self.arrived, claim)
-        else:
-            self.arrived(claim)
+            if self._slots:
+                begin = max(self.now, self._slots[0])
+                heapq.heapreplace(self._slots, begin + latency)
+            if self.trace is not None and latency:
+                self.trace.work("reward", "score", begin, begin + latency, f"{uid}/{j}")
+            if begin + latency > self.now:
+                self.at(begin + latency, self.arrived, claim, uid, j)
+            else:
+                self.arrived(claim, uid, j)
 
-    def arrived(self, claim: Claim) -> None:
-        outcome, ready = self.assembler.scored(claim)
+    def arrived(self, claim: Claim, uid: int, j: int) -> None:
+        outcome, ready = self.assembler.scored(uid, j, claim.version, claim.attempt)
         if outcome is Outcome.COMPLETE or outcome is Outcome.ACCEPTED:
             self.scored += 1
         else:
@@ -272,7 +260,7 @@ class GeneratorLoop:
         raise NotImplementedError
 
 
-def _label(claims: list[Claim]) -> str:
-    first = claims[0]
-    more = f" +{len(claims) - 1}" if len(claims) > 1 else ""
-    return f"{first.uid}/{first.j}{more} v{first.version} step {first.step}"
+def _label(claim: Claim) -> str:
+    samples = claim.fragment.samples
+    more = f" +{len(samples) - 1}" if len(samples) > 1 else ""
+    return f"{samples[0][0]}/{samples[0][1]}{more} v{claim.version} step {claim.step}"

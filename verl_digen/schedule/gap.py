@@ -2,7 +2,8 @@
 
 Invariants:
 - every sample of a step is in exactly one fragment; a fragment never crosses a logical batch;
-- a sample is with one holder at a time: unclaimed, claimed, or delivered;
+- fragments are cut in advance and claimed whole, so what is denoised together never depends on timing (I1, I9);
+- a fragment is with one holder at a time: unclaimed, claimed, or delivered;
 - all claims of a group carry one version and one attempt (I4).
 
 How scored samples become groups and ready fragments is in ``assemble``.
@@ -10,12 +11,13 @@ How scored samples become groups and ready fragments is in ``assemble``.
 
 from __future__ import annotations
 
-import math
+import bisect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from verl_digen.schedule.tcss import StaleLedger
-from verl_digen.schedule.work import Claim, Fragment, Replica, SampleKey, Uid, Workload
+from verl_digen.schedule.work import Claim, Fragment, SampleKey, Uid, Workload
 
 
 def plan_fragments(
@@ -75,207 +77,259 @@ def plan_step(workload: Workload, step: int, fragment_size: int | None) -> tuple
     )
 
 
-def pull_size(unclaimed: int, speed: float, pool_speed: float, batch: int) -> int:
-    """How many samples a replica should pull at once.
+class _Piece:
+    """A planned fragment and where it is."""
 
-    A full batch while there is plenty; near the end no more than the replica's share by speed, so that
-    the last samples spread over all replicas and a slow one takes less.
+    __slots__ = ("fragment", "uids", "held", "steps_done")
 
-    Args:
-        unclaimed: samples that may be claimed now.
-        speed, pool_speed: of this replica and of all replicas together.
-        batch: largest batch of a replica.
-    """
-    share = math.ceil(unclaimed * speed / pool_speed)
-    return max(1, min(batch, share, unclaimed)) if unclaimed else 0
+    def __init__(self, fragment: Fragment) -> None:
+        self.fragment = fragment
+        self.uids = fragment.uids
+        self.held: Claim | None = None
+        self.steps_done = 0
 
-
-def share_by_speed(samples: int, replicas: Sequence[Replica]) -> tuple[int, ...]:
-    """Split samples over unlike replicas so that the slowest finishes as early as whole samples allow.
-
-    The forecast of what pulling will do; used for planning, memory and for engines that cannot pull.
-    """
-    counts = [0] * len(replicas)
-    for _ in range(samples):
-        winner = min(range(len(replicas)), key=lambda i: ((counts[i] + 1) / replicas[i].speed, i))
-        counts[winner] += 1
-    return tuple(counts)
+    @property
+    def index(self) -> int:
+        return self.fragment.index
 
 
 class _Group:
-    __slots__ = ("uid", "step", "order", "size", "version", "attempt", "waiting")
+    __slots__ = ("step", "version", "attempt", "pieces")
 
-    def __init__(self, uid: Uid, step: int, order: int, size: int) -> None:
-        self.uid = uid
+    def __init__(self, step: int) -> None:
         self.step = step
-        self.order = order
-        self.size = size
         self.version = -1
         self.attempt = 0
-        self.waiting: list[tuple[int, int]] = [(j, 0) for j in range(size - 1, -1, -1)]
+        self.pieces: list[_Piece] = []
+
+
+class _Step:
+    """Unclaimed fragments of a step, in pull order: of groups that nobody has begun, and by version of the begun."""
+
+    __slots__ = ("pieces", "fresh", "begun", "left")
+
+    def __init__(self, fragments: Sequence[Fragment]) -> None:
+        self.pieces = [_Piece(fragment) for fragment in fragments]
+        self.fresh = deque(self.pieces)
+        self.begun: dict[int, list[_Piece]] = {}
+        self.left = sum(len(fragment.samples) for fragment in fragments)
+
+    def put(self, piece: _Piece, version: int) -> None:
+        """Insert in pull order; ``version`` −1 for a piece of groups that nobody has begun."""
+        if version >= 0:
+            bisect.insort(self.begun.setdefault(version, []), piece, key=_index)
+        else:
+            bisect.insort(self.fresh, piece, key=_index)
+
+    def next(self, version: int, start: bool, backwards: bool) -> _Piece | None:
+        """The first (or last) piece that a holder of ``version`` may take."""
+        end = -1 if backwards else 0
+        choice = [line[end] for line in (self.begun.get(version), self.fresh if start else None) if line]
+        return (max if backwards else min)(choice, key=_index, default=None)
+
+    def take(self, piece: _Piece, version: int) -> None:
+        for line in (self.begun.get(version), self.fresh):
+            if line and piece in (line[0], line[-1]):
+                line.remove(piece) if line[0] is piece else line.pop()
+                break
+        self.left -= len(piece.fragment.samples)
+
+
+def _index(piece: _Piece) -> int:
+    return piece.index
 
 
 class ClaimQueue:
-    """What replicas and the helper pull from.
+    """What replicas and the helper pull planned fragments from.
 
     Replicas pull from the head, groups in order, so that groups finish early; the helper may pull from the
     tail, where its partial work is needed last. The ledger decides which group may start under which version.
+    A claim costs the same however many fragments wait.
     """
 
     def __init__(self, ledger: StaleLedger) -> None:
         self.ledger = ledger
-        self._steps: dict[int, deque[_Group]] = {}
-        self._left: dict[int, int] = {}
-        self._begun: dict[int, int] = {}
+        self._steps: dict[int, _Step] = {}
         self._groups: dict[Uid, _Group] = {}
-        self._size = 0
 
-    def add_step(self, step: int, uids: Sequence[Uid], samples_per_group: int) -> None:
-        """Queue the groups of a step. ``ValueError`` when a uid is queued already."""
-        known = [uid for uid in uids if uid in self._groups]
+    def add_step(self, step: int, fragments: Sequence[Fragment]) -> None:
+        """Queue the fragments of a step. ``ValueError`` when the step or one of its groups is queued already."""
+        known = {uid for fragment in fragments for uid in fragment.uids if uid in self._groups}
         if known or step in self._steps:
-            raise ValueError(f"claim queue: step {step} or its groups {known[:3]} are queued already")
-        groups = [_Group(uid, step, order, samples_per_group) for order, uid in enumerate(uids)]
-        self._steps[step] = deque(groups)
-        self._groups.update((group.uid, group) for group in groups)
-        self._left[step] = len(uids) * samples_per_group
-        self._begun[step] = 0
-        self._size = samples_per_group
+            raise ValueError(f"claim queue: step {step} or its groups {sorted(map(str, known))[:3]} are queued already")
+        queued = self._steps[step] = _Step(fragments)
+        for piece in queued.pieces:
+            for uid in piece.uids:
+                self._groups.setdefault(uid, _Group(step)).pieces.append(piece)
 
     def drop_step(self, step: int) -> None:
         """Forget a finished step. ``ValueError`` while samples of it are unclaimed."""
-        if self._left[step]:
-            raise ValueError(f"claim queue: step {step} is dropped with {self._left[step]} unclaimed samples")
-        del self._steps[step], self._left[step], self._begun[step]
-        self._groups = {uid: group for uid, group in self._groups.items() if group.step != step}
+        if self._steps[step].left:
+            raise ValueError(f"claim queue: step {step} is dropped with {self._steps[step].left} unclaimed samples")
+        for piece in self._steps.pop(step).pieces:
+            for uid in piece.uids:
+                self._groups.pop(uid, None)
 
     def unclaimed(self, step: int) -> int:
         """Samples of ``step`` nobody has claimed, partial ones included; 0 for a step that is not queued."""
-        return self._left.get(step, 0)
+        return self._steps[step].left if step in self._steps else 0
 
     def available(self, version: int, *, ahead: bool = True) -> int:
-        """Samples that holders of ``version`` may claim by now: of its own step and, ``ahead``, the stale allowance.
+        """Fragments that holders of ``version`` may claim by now: of its own step and, ``ahead``, the stale allowance.
 
         The step ahead opens only when nothing of the own step waits for holders of another version.
         """
-        left = self._left.get(version, 0)
-        own = sum(len(g.waiting) for g in self._steps.get(version, ()) if g.version in (-1, version))
-        later = self._left.get(version + 1, 0)
-        if not (ahead and later and own == left):
-            return own
-        started = sum(len(g.waiting) for g in self._steps[version + 1] if g.version == version)
-        return own + min(later, started + self.ledger.stale_left(version + 1) * self._size)
+        return sum(stop for _, stop in self._open(version, ahead))
 
-    def claim(
-        self, version: int, limit: int, *, tail: bool = False, start_groups: bool = True, ahead: bool = True
-    ) -> list[Claim]:
-        """Take up to ``limit`` samples for a holder of ``version``; an empty list when nothing fits.
+    def available_samples(self, version: int, *, ahead: bool = True) -> int:
+        """Samples of the fragments that :meth:`available` counts."""
+        lines = self._open(version, ahead)
+        return sum(len(piece.fragment.samples) for line, stop in lines for piece in islice(line, stop))
+
+    def _open(self, version: int, ahead: bool) -> list[tuple[Sequence[_Piece], int]]:
+        """Lines of waiting fragments, and how many of each a holder of ``version`` may claim."""
+        own, later = self._steps.get(version), self._steps.get(version + 1)
+        lines: list[tuple[Sequence[_Piece], int]] = []
+        if own is not None:
+            lines = [(line, len(line)) for line in (own.fresh, own.begun.get(version, ()))]
+            ahead = ahead and not any(line for other, line in own.begun.items() if other != version)
+        if ahead and later is not None:
+            begun = later.begun.get(version, ())
+            lines.append((begun, len(begun)))
+            if later.fresh:
+                uids = later.fresh[0].uids
+                startable = self.ledger.stale_left(version + 1) // len(uids) * len(self._groups[uids[0]].pieces)
+                lines.append((later.fresh, min(len(later.fresh), startable)))
+        return lines
+
+    def claim(self, version: int, *, tail: bool = False, start_groups: bool = True, ahead: bool = True) -> Claim | None:
+        """The next fragment for a holder of ``version``; ``None`` when nothing fits.
 
         Args:
-            tail: take groups of step ``version`` from the end (helper); stale groups always come from the front.
+            tail: take fragments of step ``version`` from the end (helper); stale groups always come from the front.
             start_groups: whether groups that nobody has begun may be started.
             ahead: whether groups of the step after ``version`` may be taken.
         """
-        claims: list[Claim] = []
-        for step, groups in self._steps.items():
-            if step > version and not ahead:
-                break
+        for step in (version, version + 1) if ahead else (version,):
+            queued = self._steps.get(step)
+            if queued is None or not queued.left:
+                continue
             backwards = tail and step == version
-            before = len(claims)
-            while groups and len(claims) < limit:
-                index = len(groups) - 1 if backwards else 0
-                if not self._usable(groups[index], version, start_groups):
-                    if not self._begun[step] and groups[index].version < 0:
-                        break
-                    found = self._search(groups, version, start_groups, backwards)
-                    if found is None:
-                        break
-                    index = found
-                group = groups[index]
-                begun = group.version >= 0
-                self._take(group, version, limit, claims)
-                if not group.waiting:
-                    del groups[index]
-                    if begun:
-                        self._begun[step] -= 1
-                elif not begun:
-                    self._begun[step] += 1
-            self._left[step] -= len(claims) - before
-            if not groups and len(claims) > before:
-                self.ledger.all_claimed(step)
-            if len(claims) >= limit:
-                break
-        return claims
-
-    def _usable(self, group: _Group, version: int, start_groups: bool) -> bool:
-        if group.version >= 0:
-            return group.version == version
-        return start_groups and self.ledger.may_start(group.step, version)
-
-    def _search(self, groups: deque[_Group], version: int, start_groups: bool, backwards: bool) -> int | None:
-        order = range(len(groups) - 1, -1, -1) if backwards else range(len(groups))
-        for index in order:
-            if self._usable(groups[index], version, start_groups):
-                return index
+            first = queued.fresh[-1 if backwards else 0] if queued.fresh and start_groups else None
+            start = first is not None and self.ledger.may_start(step, version, len(first.uids))
+            piece = queued.next(version, start, backwards)
+            if piece is not None:
+                return self._hand_out(queued, step, piece, version)
         return None
 
-    def _take(self, group: _Group, version: int, limit: int, claims: list[Claim]) -> None:
-        if group.version < 0:
-            self.ledger.start(group.uid, group.step, version)
-            group.version = version
-        waiting = group.waiting
-        while waiting and len(claims) < limit:
-            j, done = waiting.pop()
-            claims.append(Claim(group.uid, j, group.step, version, group.attempt, done))
+    def _hand_out(self, queued: _Step, step: int, piece: _Piece, version: int) -> Claim:
+        queued.take(piece, version)
+        for uid in piece.uids:
+            if self._groups[uid].version < 0:
+                self.ledger.start(uid, step, version)
+                self._groups[uid].version = version
+                self._move_siblings(queued, uid, version)
+        attempt = self._groups[piece.uids[0]].attempt
+        piece.held = Claim(piece.fragment, version, attempt, piece.steps_done)
+        if not queued.left:
+            self.ledger.all_claimed(step)
+        return piece.held
 
-    def give_back(self, claim: Claim, steps_done: int) -> bool:
+    def _move_siblings(self, queued: _Step, uid: Uid, version: int) -> None:
+        """The other fragments of a group that begins; they stand beside the one that was taken, at an end."""
+        for end, pop in ((0, queued.fresh.popleft), (-1, queued.fresh.pop)):
+            while queued.fresh and uid in queued.fresh[end].uids:
+                queued.put(pop(), version)
+
+    def give_back(self, claim: Claim, steps_done: int = 0) -> bool:
         """Return a claim that was not finished, with the denoising steps now behind it (0 = start over).
 
         Whoever takes it next must hold the version of the claim. Returns ``False`` for a claim of an older
-        attempt, which is simply dropped.
+        attempt: its fragment starts over with its group.
         """
-        group = self._groups.get(claim.uid)
-        if group is None or group.attempt != claim.attempt:
+        return self._return(claim, steps_done, finished=False)
+
+    def finished(self, claim: Claim) -> bool:
+        """Note that a claim was generated. ``False`` for one of an older attempt, whose fragment waits again."""
+        return self._return(claim, 0, finished=True)
+
+    def _return(self, claim: Claim, steps_done: int, finished: bool) -> bool:
+        queued = self._steps.get(claim.fragment.step)
+        piece = queued.pieces[claim.fragment.index] if queued is not None else None
+        held = piece.held if piece is not None else None
+        if held is None or (held.version, held.attempt) != (claim.version, claim.attempt):
             return False
-        if not group.waiting:
-            self._insert(group)
-            self._begun[group.step] += 1
-        group.waiting.append((claim.j, steps_done))
-        self._left[group.step] += 1
-        return True
+        piece.held = None
+        group = self._groups[piece.uids[0]]
+        current = group.attempt == claim.attempt
+        if current and finished:
+            return True
+        piece.steps_done = steps_done if current else 0
+        self._wait_again(queued, piece, group.version)
+        return current
 
-    def restart(self, uid: Uid) -> int:
-        """Start a group over as a whole, under any allowed version; returns its new attempt number."""
-        group = self._groups[uid]
-        if group.version >= 0:
-            self.ledger.restart(uid)
-        if not group.waiting:
-            self._insert(group)
-        elif group.version >= 0:
-            self._begun[group.step] -= 1
-        self._left[group.step] += group.size - len(group.waiting)
-        group.version = -1
-        group.attempt += 1
-        group.waiting = [(j, 0) for j in range(group.size - 1, -1, -1)]
-        return group.attempt
+    def _wait_again(self, queued: _Step, piece: _Piece, version: int) -> None:
+        queued.put(piece, version)
+        queued.left += len(piece.fragment.samples)
+        self.ledger.reopen(piece.fragment.step)
 
-    def _insert(self, group: _Group) -> None:
-        groups = self._steps[group.step]
-        self.ledger.reopen(group.step)
-        index = 0
-        while index < len(groups) and groups[index].order < group.order:
-            index += 1
-        groups.insert(index, group)
+    def restart_orphans(self, held: Iterable[int]) -> dict[Uid, int]:
+        """Start over the begun groups with unclaimed samples whose version nobody holds any more.
 
-    def orphans(self, held: set[int]) -> list[Uid]:
-        """Begun groups with unclaimed samples whose version nobody holds any more; they must restart."""
-        return [
-            group.uid
-            for groups in self._steps.values()
-            for group in groups
-            if group.version >= 0 and group.version not in held
-        ]
+        Returns:
+            the new attempt of each such group; results of older attempts are late.
+        """
+        held, restarted = set(held), {}
+        for queued in self._steps.values():
+            for version in [version for version in queued.begun if version not in held]:
+                while line := queued.begun[version]:
+                    restarted |= self.restart(line[0].uids[0])
+        return restarted
+
+    def restart(self, uid: Uid) -> dict[Uid, int]:
+        """Start a group over as a whole, with the groups it shares fragments with, under any allowed version.
+
+        A fragment of it that is claimed waits until its holder returns it: two holders never write the same sample.
+
+        Returns:
+            the new attempt of each group.
+        """
+        uids, found = [], [uid]
+        while found:
+            uids.append(found.pop())
+            shared = {other for piece in self._groups[uids[-1]].pieces for other in piece.uids}
+            found += sorted(shared - {*uids, *found}, key=str)
+        queued = self._steps[self._groups[uid].step]
+        pieces = {piece.index: piece for other in uids for piece in self._groups[other].pieces}
+        waiting = {piece.index for line in (queued.fresh, *queued.begun.values()) for piece in line}
+        for other in uids:
+            group = self._groups[other]
+            if group.version >= 0:
+                self.ledger.restart(other)
+            group.version = -1
+            group.attempt += 1
+        for index, piece in sorted(pieces.items()):
+            piece.steps_done = 0
+            if index in waiting:
+                self._leave_line(queued, piece)
+                queued.put(piece, -1)
+            elif piece.held is None:
+                self._wait_again(queued, piece, -1)
+        return {other: self._groups[other].attempt for other in uids}
+
+    def _leave_line(self, queued: _Step, piece: _Piece) -> None:
+        for line in (queued.fresh, *queued.begun.values()):
+            if piece in line:
+                line.remove(piece)
 
     def groups_waiting(self, step: int) -> list[tuple[Uid, int, int]]:
         """Groups of a step with unclaimed samples: (uid, version or −1, unclaimed samples), in pull order."""
-        return [(group.uid, group.version, len(group.waiting)) for group in self._steps.get(step, ())]
+        waiting: dict[Uid, int] = {}
+        queued = self._steps.get(step)
+        if queued is None:
+            return []
+        lines = sorted((piece for line in (queued.fresh, *queued.begun.values()) for piece in line), key=_index)
+        for piece in lines:
+            for uid, _ in piece.fragment.samples:
+                waiting[uid] = waiting.get(uid, 0) + 1
+        return [(uid, self._groups[uid].version, count) for uid, count in waiting.items()]

@@ -26,8 +26,12 @@ class _Round:
         self.yielding = False
 
 
+def _samples(claims: list[Claim]) -> int:
+    return sum(len(claim.fragment.samples) for claim in claims)
+
+
 def _with_steps(claim: Claim, steps_done: int) -> Claim:
-    return Claim(claim.uid, claim.j, claim.step, claim.version, claim.attempt, steps_done)
+    return Claim(claim.fragment, claim.version, claim.attempt, steps_done)
 
 
 class HelperLoop(GeneratorLoop):
@@ -115,7 +119,7 @@ class HelperLoop(GeneratorLoop):
         return self.schedule.policy != "none" and self.batch == 0
 
     def bubble(self) -> None:
-        if not self.may_help() or self.queue.available(self.ledger.published) + len(self._held) == 0:
+        if not self.may_help() or self.queue.available(self.ledger.published) == 0 and not self._held:
             self.leave_helping(self.idle_trainer)
             return
         state = self.describe()
@@ -150,25 +154,25 @@ class HelperLoop(GeneratorLoop):
         for running in self.running:
             if running is not None:
                 left = running[0] - self.now
-                for claim in running[1]:
-                    if left > begun.get(claim.uid, -1.0):
-                        begun[claim.uid] = left
+                for uid in running[1].fragment.uids:
+                    if left > begun.get(uid, -1.0):
+                        begun[uid] = left
         version, groups = self.ledger.published, max(1, per // self.workload.samples_per_group)
         own = sorted(left for uid, left in begun.items() if uid // self.workload.groups == self.step)[
             groups - 1 :: groups
         ]
-        own_left = self.queue.available(version, ahead=False)
+        own_left = self.queue.available_samples(version, ahead=False)
         self._ahead_allowed = own_left == 0 and may_work_ahead(
             self._costs, [left + self._costs.score_s for left in own]
         )
-        unclaimed = self.queue.available(version, ahead=self._ahead_allowed)
+        unclaimed = self.queue.available_samples(version, ahead=self._ahead_allowed)
         for uid, begun_with, waiting in self.queue.groups_waiting(self.step):
             if begun_with >= 0 and uid in begun:
                 unclaimed -= waiting
                 begun[uid] += self._costs.lanes_s[0] * waiting / per
         etas = sorted(begun.values())[groups - 1 :: groups]
-        partial, ranks = len(self._held), self.pools.trainer.ranks
-        rounds = [self._held[first : first + ranks] for first in range(0, partial, ranks)]
+        partial, ranks = _samples(self._held), self.pools.trainer.ranks
+        rounds = [self._held[first : first + ranks] for first in range(0, len(self._held), ranks)]
         left = sum(max(self.workload.denoise_steps - claim.steps_done for claim in claims) for claims in rounds)
         return bubble_state(
             self._costs,
@@ -183,11 +187,15 @@ class HelperLoop(GeneratorLoop):
 
     def take_work(self, decision: Decision) -> bool:
         """Claim what a decision asks for; yielded work of the helper comes first."""
-        held = math.ceil(len(self._held) / self._per_fragment)
+        held = math.ceil(_samples(self._held) / self._per_fragment)
         self._block, self._held = self._held, []
         wanted = max(0, decision.fragments - held) * self._per_fragment
-        if wanted:
-            self._block += self.queue.claim(self.ledger.published, wanted, tail=True, ahead=self._ahead_allowed)
+        while wanted > 0:
+            claim = self.queue.claim(self.ledger.published, tail=True, ahead=self._ahead_allowed)
+            if claim is None:
+                break
+            self._block.append(claim)
+            wanted -= len(claim.fragment.samples)
         return bool(self._block)
 
     def enter_helping(self) -> None:
@@ -209,7 +217,7 @@ class HelperLoop(GeneratorLoop):
         then()
 
     def next_round(self, start: float) -> None:
-        """Start the next round: at most one sample per rank, until the first of them is finished."""
+        """Start the next round: at most one rollout fragment per rank, until the first of them is finished."""
         profile, factor, steps = self.profile, self._factor, self.workload.denoise_steps
         claims = self._block[: self.pools.trainer.ranks]
         del self._block[: len(claims)]
@@ -217,11 +225,8 @@ class HelperLoop(GeneratorLoop):
         speed, since = self.pools.trainer.speed, start
         if any(claim.steps_done == 0 for claim in claims):
             start += profile.encode_s / speed
-        slowest = max(factor(claim.uid, claim.j) for claim in claims) if factor else 1.0
-        fixed, moving = profile.helper_fixed_s, profile.helper_denoise_s
-        if not moving:
-            fixed, moving = profile.denoise_fixed_s, profile.denoise_s
-        step_s = (fixed + moving * slowest) / speed
+        slowest = max(sum(factor(uid, j) if factor else 1.0 for uid, j in claim.fragment.samples) for claim in claims)
+        step_s = profile.helper_step_s(slowest) / speed
         count = min(steps - claim.steps_done for claim in claims)
         end = start + count * step_s + profile.decode_s * slowest / speed
         self._helper_epoch += 1
@@ -270,7 +275,7 @@ class HelperLoop(GeneratorLoop):
         self._helping = None
         seconds = self.now - run.since
         self.help_busy_s += seconds * len(run.claims) / self.pools.trainer.ranks
-        self.record("help", run.since, self.now, f"{len(run.claims)} samples v{run.claims[0].version}")
+        self.record("help", run.since, self.now, f"{_samples(run.claims)} samples v{run.claims[0].version}")
 
     def put_aside(self, claims: list[Claim]) -> None:
         """The helper stops; what it has not finished stays with it until an idle replica may have it."""
@@ -301,7 +306,8 @@ class HelperLoop(GeneratorLoop):
             return
         done = max(0, math.ceil((self.now - run.start) / run.step_s - 1e-9))
         left = max(self.workload.denoise_steps - claim.steps_done for claim in run.claims) - done
-        own = (self.profile.denoise_fixed_s + self.profile.denoise_s) / self._speed[replica]
+        most = max(len(claim.fragment.samples) for claim in run.claims)
+        own = (self.profile.denoise_fixed_s + self.profile.denoise_s * most) / self._speed[replica]
         if left > 0 and worth_handing_over(left, run.step_s, own):
             self._relieved = True
             self.ask_to_yield()

@@ -62,12 +62,11 @@ class Profile:
                 f"and cannot exceed it"
             )
 
-    @property
-    def helper_step_s(self) -> float:
-        """One denoising step of one sample per rank on the Trainer; the rollout cost where none was given."""
+    def helper_step_s(self, load: float = 1) -> float:
+        """One denoising step of ``load`` samples per rank on the Trainer; the rollout cost where none was given."""
         if self.helper_denoise_s == 0:
-            return self.denoise_fixed_s + self.denoise_s
-        return self.helper_fixed_s + self.helper_denoise_s
+            return self.denoise_fixed_s + self.denoise_s * load
+        return self.helper_fixed_s + self.helper_denoise_s * load
 
     @property
     def helper_switch_s(self) -> float:

@@ -87,7 +87,6 @@ def simulate(
     Raises:
         ValueError: inputs that disagree.
         RuntimeError: the schedule stalls; the message says what is waited for.
-        StepFailed: a group lost more often than its retries allow.
     """
     if steps < 1:
         raise ValueError(f"simulate: steps={steps} must be at least 1")

@@ -160,7 +160,7 @@ def bubble_costs(
     """Costs of one fragment for a placement.
 
     The replicas become as many equal lanes as fragments fit into one wave of them; unlike replicas enter
-    by their summed speed. A helper round fills the Trainer's ranks with one sample each.
+    by their summed speed. A helper round gives each of the Trainer's ranks one rollout batch.
 
     Args:
         fragment_samples: samples that become ready together.
@@ -172,8 +172,10 @@ def bubble_costs(
     lanes = max(1, len(pools.replicas) * rollout_batch // fragment_samples)
     lane = lanes * fragment_samples / rate
     ranks, speed = pools.trainer.ranks, pools.trainer.speed
-    rounds = -(-fragment_samples // ranks)
-    one = (workload.denoise_steps * profile.helper_step_s + profile.encode_s + profile.decode_s) / speed
+    batch = min(rollout_batch, fragment_samples)
+    pieces = -(-fragment_samples // batch)
+    rounds = -(-pieces // ranks)
+    one = (workload.denoise_steps * profile.helper_step_s(batch) + profile.encode_s + profile.decode_s * batch) / speed
     score = profile.score_s
     if pools.reward_slots:
         score *= -(-fragment_samples // pools.reward_slots)
@@ -181,7 +183,7 @@ def bubble_costs(
         lanes_s=(lane,) * lanes,
         train_s=train_s,
         helper_s=rounds * one,
-        helper_round=max(1, ranks // fragment_samples),
+        helper_round=max(1, ranks // pieces),
         switch_s=profile.helper_switch_s,
         score_s=score,
         steps=rounds * workload.denoise_steps,

@@ -58,8 +58,8 @@ class StaleLedger:
         """Groups of ``step`` that may still start one version behind."""
         return self.stale_limit - self._stale.get(step, 0)
 
-    def may_start(self, step: int, version: int) -> bool:
-        """Whether a group of ``step`` may start under ``version`` now.
+    def may_start(self, step: int, version: int, groups: int = 1) -> bool:
+        """Whether ``groups`` groups of ``step`` may start under ``version`` now.
 
         Stale groups are allowed only once every group of the step before is claimed
         (:meth:`all_claimed`), so that a step is never slowed down by the next one.
@@ -68,7 +68,7 @@ class StaleLedger:
             return False
         if version == step:
             return True
-        return version == step - 1 and step - 1 in self._closed and self.stale_left(step) > 0
+        return version == step - 1 and step - 1 in self._closed and self.stale_left(step) >= groups
 
     def start(self, uid: Uid, step: int, version: int) -> None:
         """Record that denoising of a group begins.

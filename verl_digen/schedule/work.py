@@ -195,7 +195,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A unit that is trained at once: some samples of one group, or whole groups.
+    """A unit that is generated, scored and handed over, or trained, at once: some samples of a group, or whole groups.
 
     Attributes:
         index: position in the plan of its step.
@@ -234,22 +234,24 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A sample handed to a replica or to the helper.
+    """A fragment handed to a replica or to the helper.
 
     Attributes:
-        uid, j: the sample.
-        step: the step it belongs to.
+        fragment: what to generate.
         version: the weights it must be denoised with from beginning to end (I4).
-        attempt: how often its group was started before; results of older attempts are late.
-        steps_done: denoising steps already behind it (0 for a fresh sample).
+        attempt: how often its groups were started before; results of older attempts are late.
+        steps_done: denoising steps already behind it (0 for a fresh one).
     """
 
-    uid: Uid
-    j: int
-    step: int
+    fragment: Fragment
     version: int
     attempt: int = 0
     steps_done: int = 0
+
+    @property
+    def step(self) -> int:
+        """The step its samples belong to."""
+        return self.fragment.step
 
 
 class Action(enum.Enum):
