@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 
 import psutil
 import pytest
@@ -229,8 +228,6 @@ def test_a_run_that_is_interrupted_or_late_leaves_no_process(tmp_path, monkeypat
         raise KeyboardInterrupt
 
     (tmp_path / "log").unlink()
-    started = time.time()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # not RunFailed: the child is not waited for
         watch(command, cwd=tmp_path, output=tmp_path / "output", log=tmp_path / "log", timeout_s=60, on_line=interrupt)
-    assert time.time() - started < 30
     assert _gone(int((tmp_path / "child.pid").read_text()))

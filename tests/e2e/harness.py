@@ -109,7 +109,7 @@ def _reset(worker, rule, digen) -> None:
     for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     worker.rule, worker.digen = rule, digen
-    worker.tile_size = TileSize.of(digen.tsp, engine.device)
+    worker.tile_size = TileSize.of(digen.tsp, engine.device, engine.family.synchronize)
     worker.transaction = None
 
 

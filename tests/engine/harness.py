@@ -41,7 +41,7 @@ class Options:
 
     @property
     def model_config(self) -> DiffusionModelConfig:
-        return DiffusionModelConfig(path=str(ASSETS), dtype=self.dtype, **self.model)
+        return DiffusionModelConfig(**{"path": str(ASSETS), "dtype": self.dtype, **self.model})
 
     @property
     def digen_config(self) -> DigenConfig:

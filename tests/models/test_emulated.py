@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
+from tests.clock import Clock
 from verl_digen.models import emulated
 from verl_digen.models.emulated import EmulatedCosts, PretendedDevice, write_emulated_model
 from verl_digen.models.family import Guidance, family_for
 
 COSTS = EmulatedCosts(denoise_s=1.0, denoise_fixed_s=0.5, decode_s=2.0, train_cell_s=6.0, tile_fixed_s=3.0)
-
-
-class Clock:
-    """Time that passes only in sleeps."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.fixture
@@ -66,6 +52,8 @@ def test_a_tile_takes_its_time_and_gives_real_gradients(family, clock):
     velocity = family.predict(transformer, x, sigma, cond, Guidance())
     assert clock.now == pytest.approx(100.0)
     velocity.square().sum().backward()
+    assert clock.now == pytest.approx(100.0 + (3.0 + 2 * 6.0) / 3)  # the forward's third; the backward goes on
+    family.synchronize()
     assert clock.now == pytest.approx(100.0 + 3.0 + 2 * 6.0)
     expected = (2 * velocity.detach() * x).sum(dim=(0, 2, 3), keepdim=True)[0]
     assert torch.allclose(transformer.scale.grad, expected)
@@ -82,12 +70,13 @@ def test_samples_do_not_depend_on_their_batch(family, clock):
     assert not torch.equal(family.encode_prompts(["another"])[0]["embedding"], cond["embedding"][0])
 
 
-def test_a_device_does_one_thing_after_another():
-    device, started = PretendedDevice(), time.monotonic()
-    device.occupy(0.02)
-    device.occupy(0.02)
+def test_a_device_does_one_thing_after_another(clock):
+    device = PretendedDevice()
+    device.occupy(2.0)
+    device.occupy(3.0)
+    assert clock.now == 102.0
     device.wait()
-    assert time.monotonic() - started >= 0.04
+    assert clock.now == 105.0
 
 
 def test_bad_costs_and_sizes_are_refused(family):

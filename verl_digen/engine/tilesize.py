@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from verl_digen.config.digen import TspConfig
-from verl_digen.platform.memory import allocated_bytes, peak_memory_bytes, reset_peak_memory, synchronize, total_bytes
+from verl_digen.platform.memory import allocated_bytes, peak_memory_bytes, reset_peak_memory, total_bytes
 from verl_digen.schedule.tsp import TileBudget, cells_that_fit
 
 GIB = float(1 << 30)
@@ -36,6 +36,7 @@ class TileSize:
         device: of the training rank.
         agree: largest of each value over the ranks.
         total: bytes of the device, or None where memory is not measured (CPU).
+        synchronize: waits for the device, at both ends of a measured tile.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class TileSize:
         device: torch.device,
         agree: Callable[[Sequence[float], torch.device], list[float]] = largest_of_all_ranks,
         total: int | None = None,
+        synchronize: Callable[[], None] = lambda: None,
     ):
         self.auto, self.memory_fraction, self.device = auto, memory_fraction, device
-        self._agree = agree
+        self._agree, self._synchronize = agree, synchronize
         self._total = total_bytes() if total is None else total
         limit = 1 << 20 if max_cells is None else max_cells
         self.budget = TileBudget(size=1 if auto else limit, limit=limit, settled=not auto)
@@ -58,9 +60,15 @@ class TileSize:
         self.splits = 0
 
     @classmethod
-    def of(cls, tsp: TspConfig, device: torch.device) -> TileSize:
+    def of(cls, tsp: TspConfig, device: torch.device, synchronize: Callable[[], None]) -> TileSize:
         """As the configuration says, with nothing known yet."""
-        return cls(max_cells=tsp.max_cells, auto=tsp.auto, memory_fraction=tsp.memory_fraction, device=device)
+        return cls(
+            max_cells=tsp.max_cells,
+            auto=tsp.auto,
+            memory_fraction=tsp.memory_fraction,
+            device=device,
+            synchronize=synchronize,
+        )
 
     @property
     def cells(self) -> int:
@@ -86,10 +94,10 @@ class TileSize:
             return
         reset_peak_memory()
         base = allocated_bytes()
-        synchronize()
+        self._synchronize()
         started = time.perf_counter()
         run()
-        synchronize()
+        self._synchronize()
         seconds = time.perf_counter() - started
         if cells >= self._cells:
             self._cells, self._seconds = float(cells), seconds

@@ -14,6 +14,7 @@ import hashlib
 import json
 import time
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -69,7 +70,7 @@ class PretendedDevice:
 
 
 class _Backward(torch.autograd.Function):
-    """The identity, whose backward occupies the device and is waited for."""
+    """The identity, whose backward occupies the device."""
 
     @staticmethod
     def forward(ctx, x: Tensor, device: PretendedDevice, seconds: float) -> Tensor:
@@ -79,17 +80,15 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor):
         ctx.device.occupy(ctx.seconds)
-        ctx.device.wait()
         return gradient, None, None
 
 
 class EmulatedTransformer(nn.Module):
     """Velocity = x · scale + bias(time, prompt), in the times of :class:`EmulatedCosts`; a hundred parameters."""
 
-    def __init__(self, costs: EmulatedCosts) -> None:
+    def __init__(self, costs: EmulatedCosts, device: PretendedDevice) -> None:
         super().__init__()
-        self.costs = costs
-        self.device_clock = PretendedDevice()
+        self.costs, self.device_clock = costs, device
         self.scale = nn.Parameter(torch.ones(CHANNELS, 1, 1))
         self.mix = nn.Linear(EMBEDDING + 1, CHANNELS)
 
@@ -117,11 +116,22 @@ class EmulatedFamily(ModelFamily):
 
     def load_transformer(self, *, attention_backend: str | None = None) -> nn.Module:
         """As configured in ``transformer/config.json``; there is no attention, so the backend is only noted."""
-        transformer = EmulatedTransformer(EmulatedCosts(**self.transformer_config["costs"]))
+        transformer = EmulatedTransformer(EmulatedCosts(**self.transformer_config["costs"]), self.clock)
         transformer.load_state_dict(load_file(self.path / "transformer" / "diffusion_pytorch_model.safetensors"))
         self.attention_backend = attention_backend
-        self.clock = transformer.device_clock
         return transformer.to(self.device, self.dtype).requires_grad_(False).eval()
+
+    @cached_property
+    def clock(self) -> PretendedDevice:
+        """The device of all that this object loads."""
+        return PretendedDevice()
+
+    @property
+    def runs_behind(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self.clock.wait()
 
     def load_conditioner(self) -> None:
         """There is nothing to load: prompts are hashed, and latents are pictures already."""
@@ -138,7 +148,7 @@ class EmulatedFamily(ModelFamily):
     def decode(self, latents: Tensor) -> np.ndarray:
         self.clock.occupy(self.transformer_config["costs"]["decode_s"] * len(latents))
         grey = latents.detach().float().mean(dim=1, keepdim=True).clamp(-1, 1).permute(0, 2, 3, 1)
-        self.clock.wait()
+        self.clock.wait()  # as every read of device memory on the host does
         return ((grey + 1) * 127.5).round().to(torch.uint8).cpu().numpy()
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
@@ -170,6 +180,6 @@ def write_emulated_model(folder: str | Path, costs: EmulatedCosts) -> Path:
     (folder / "transformer" / "config.json").write_text(json.dumps(config, indent=1))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        transformer = EmulatedTransformer(costs)
+        transformer = EmulatedTransformer(costs, PretendedDevice())
     save_file(transformer.state_dict(), folder / "transformer" / "diffusion_pytorch_model.safetensors")
     return folder

@@ -148,6 +148,18 @@ class ModelFamily(ABC):
         module = load_part(self.path, part, dtype=self.dtype)
         return module.to(self.device).requires_grad_(False).eval() if isinstance(module, nn.Module) else module
 
+    # ---- the device's clock --------------------------------------------------------------------------------
+
+    @property
+    def runs_behind(self) -> bool:
+        """Whether a call returns while its work is still going on, so that a clock read then shows too little."""
+        return self.device.type != "cpu"
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was asked for. For the ends of measured phases, not for hot loops."""
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize(self.device)
+
     # ---- prompts and pixels --------------------------------------------------------------------------------
 
     @torch.no_grad()

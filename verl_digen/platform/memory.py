@@ -30,9 +30,3 @@ def release_cached() -> None:
     """Give unused memory of the allocator back to the device, so that it can be had in other sizes."""
     if get_device_name() != "cpu":
         get_torch_device().empty_cache()
-
-
-def synchronize() -> None:
-    """Wait for the device, so that a clock shows what was done."""
-    if get_device_name() != "cpu":
-        get_torch_device().synchronize()

@@ -35,6 +35,7 @@ class DenoisedFragment:
         pixels: uint8 [B, H, W, C] or [B, F, H, W, C].
         noise_hashes: of the initial noise.
         embeddings: uid -> (prompt tensors, negative prompt tensors or None), without batch dimension.
+        phases: seconds of ``encode``, ``denoise`` and ``decode``; the device was waited for at the end of each.
     """
 
     result: DenoiseResult
@@ -177,7 +178,7 @@ class Sampler:
     def run(self, fragment: Fragment) -> DenoisedFragment:
         """Denoise, decode. Raises whatever the model raises; nothing is kept of a failed fragment."""
         validate = fragment.validate
-        marks = [time.perf_counter()]
+        marks = [self._mark()]
         guidance = self.guidance(validate)
         groups = [fragment.groups[uid] for uid, _ in fragment.samples]
         embeddings = {
@@ -189,7 +190,7 @@ class Sampler:
         }
         cond = _stack([embeddings[g.uid][0] for g in groups])
         negative = _stack([embeddings[g.uid][1] for g in groups]) if guidance.uses_cfg else None
-        marks.append(time.perf_counter())
+        marks.append(self._mark())
 
         samples = list(fragment.samples)
         x = initial_noise(
@@ -216,11 +217,16 @@ class Sampler:
                 record=not validate,
             )
         )
-        marks.append(time.perf_counter())
+        marks.append(self._mark())
         pixels = self.family.decode(result.x_final)
-        marks.append(time.perf_counter())
+        marks.append(self._mark())
         phases = dict(zip(("encode", "denoise", "decode"), np.diff(marks).tolist(), strict=True))
         return DenoisedFragment(result, selections or [], pixels, noise_hash(x), embeddings, phases)
+
+    def _mark(self) -> float:
+        """The clock, when the device has done all it was asked for."""
+        self.family.synchronize()
+        return time.perf_counter()
 
 
 def _stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from verl_digen.config.digen import DigenConfig
 from verl_digen.engine.tiles import SampleRow, cells_of_rank
 from verl_digen.engine.tilesize import TileSize
 from verl_digen.engine.transaction import StepRule, Transaction, TransactionError
-from verl_digen.platform.memory import peak_memory_bytes, reset_peak_memory, synchronize
+from verl_digen.platform.memory import peak_memory_bytes, reset_peak_memory
 from verl_digen.rollout.replica import RolloutRole
 from verl_digen.rollout.requests import Fragment, row_key
 from verl_digen.sync.channel import DigenCheckpointEngine
@@ -94,7 +94,7 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
     def init_model(self) -> dict[str, Any]:
         """Build the engine, and the replica in colocated placement."""
         self.engine.initialize()
-        self.tile_size = TileSize.of(self.digen.tsp, self.engine.device)
+        self.tile_size = TileSize.of(self.digen.tsp, self.engine.device, self.engine.family.synchronize)
         tq.init()
         if self.colocated:
             self.init_sampler(self.model_config, self.digen, self.seed, f"replica{dist.get_rank()}")
@@ -144,8 +144,8 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
         torch.set_num_threads(self._train_threads)  # the TransferQueue's client sets its own
         tile_times = transaction.accumulate(rows, tiles, largest=largest, idle_row=rows[needed[0]], last=fragment.last)
         self.tile_size.end_of_fragment()
-        if self.engine.device.type != "cpu":  # the host's clock runs ahead of the device's: share its time by cells
-            synchronize()
+        if self.engine.family.runs_behind:  # the host's clock is ahead of the device's: share its time by cells
+            self.engine.family.synchronize()
             tile_times = _by_cells(fetched, time.time(), [cells for _, _, cells in tile_times])
         ended = time.time()
         return {
@@ -176,6 +176,7 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
             self._commits += 1
         finally:
             self._close()
+        self.engine.family.synchronize()
         ended = time.time()
         metrics |= {"commit_s": ended - started, "commit_started": started, "commit_ended": ended}
         metrics["peak_memory_gb"] = peak_memory_bytes() / 2**30
