@@ -1,7 +1,7 @@
 """Phases of the rollout and of the Trainer on a device that runs behind the host, as accelerators do.
 
-The device is the pretended one of :mod:`verl_digen.models.emulated`, on a clock that passes only in sleeps: a phase that is
-read without waiting for the device is short by its last pass, and the next one is long by it.
+The device is the pretended one of the emulated model, on a clock that passes only in sleeps: a phase that
+is read without waiting for the device is short by its last pass, and the next one is long by it.
 """
 
 from __future__ import annotations
