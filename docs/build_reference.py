@@ -99,11 +99,13 @@ DIGEN = {
     "trace.every": "Write the timeline (JSON for Perfetto, PNG) and the measured costs of every so many steps to "
     "`traces/` of `trainer.default_local_dir`; 0 writes none.",
     "failure.max_retries": "Attempts after the first one, for a fragment and for scoring it, before the step fails.",
-    "failure.generate_timeout_s": "Deadline of a fragment in a replica.",
-    "failure.reward_timeout_s": "Deadline of scoring a fragment.",
-    "failure.train_timeout_s": "Deadline of training a logical batch.",
-    "failure.sync_timeout_s": "Deadline of loading the model, of a publish, of writing or loading a checkpoint, and of "
-    "replacing a reward worker.",
+    "failure.generate_timeout_s": "How long one fragment may take in a replica. Every other deadline of a run is a sum "
+    "of these four; the plan that is printed at start-up lists them.",
+    "failure.reward_timeout_s": "How long scoring a fragment may take.",
+    "failure.train_timeout_s": "How long one call of the Trainer may take: all that is accumulated of a logical batch "
+    "when it is complete, or its commit.",
+    "failure.sync_timeout_s": "How long it may take to move the weights once: from disk (start, resume, restart), to a "
+    "checkpoint, or through the weight channel when all its ends are there. A reward worker's start too.",
     "threads.trainer": "Threads of each training process on a CPU; null leaves torch's default.",
     "threads.rollout": "The same for each replica.",
 }

@@ -23,7 +23,6 @@ from verl.workers.engine import EngineRegistry
 from verl_digen.config.plan import resolve_plan
 from verl_digen.engine import transaction
 from verl_digen.engine.tilesize import TileSize
-from verl_digen.trainer.resume import find_checkpoint, load_engine_state
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -238,7 +237,7 @@ class Run:
             assert getattr(plan, name) == getattr(old, name), f"{name} needs processes of its own"
         trainer._init_dataloader()
         trainer._check_model()
-        resumed = find_checkpoint(trainer)
+        resumed = trainer.find_checkpoint()
         ranks, samplers = trainer.actor_rollout_wg.workers, [r.workers[0] for r in trainer.replicas]
         rule, model = trainer.step_rule(), trainer.model_config
         if tuning != self.tuning:
@@ -258,7 +257,7 @@ class Run:
         self.manager.pool.expected = trainer.expected_sampling
         self.manager.__dict__.pop("next_group", None)
         if resumed is not None:
-            load_engine_state(trainer, resumed)
+            trainer.load_engines(resumed)
         trainer.on_init_end()  # publishes the weights
         return self
 

@@ -7,7 +7,10 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from verl_digen.config.deadlines import Deadlines
+from verl_digen.config.digen import FailureConfig
 from verl_digen.sync.publisher import PublishError, WeightPublisher, check_acknowledgements
+from verl_digen.trainer.workgroup import TrainerGroup
 
 SENT = {"version": 3, "checksum": 77, "tensors": 5}
 
@@ -73,8 +76,9 @@ def publisher(monkeypatch):
 
     replicas = [SimpleNamespace(name=n, workers=[worker(n, taken(n))]) for n in ("r0", "r1")]
     config = SimpleNamespace(backend="digen", custom_backend_module=None)
-    group = SimpleNamespace(workers=[worker("t0", sent)])
-    publisher = WeightPublisher(config, group, replicas, colocated=False, timeout_s=5)
+    ranks = TrainerGroup([worker("t0", sent)])
+    deadlines = Deadlines.of(FailureConfig(generate_timeout_s=10, sync_timeout_s=5))
+    publisher = WeightPublisher(config, ranks, replicas, colocated=False, deadlines=deadlines)
     publisher.test = SimpleNamespace(calls=calls, state=state, worker=worker, taken=taken)
     return publisher
 
@@ -119,5 +123,5 @@ def test_a_publish_that_hangs_names_what_it_was_doing(publisher, monkeypatch):
         raise ray.exceptions.GetTimeoutError
 
     monkeypatch.setattr(ray, "get", hang)
-    with pytest.raises(TimeoutError, match="publishing version 1 to 2 replicas .*sync_timeout_s=5"):
+    with pytest.raises(TimeoutError, match=r"publishing version 1 to 2 replicas took longer than 85 s .*2 x gen"):
         publisher.update_weights(1)

@@ -12,7 +12,7 @@ import pytest
 from verl_digen.engine.tiles import cells_of_rank
 from verl_digen.trainer.metrics import merge_commits
 from verl_digen.trainer.pools import PlacementError, check_placement
-from verl_digen.trainer.resume import check_run_state, save_trainer
+from verl_digen.trainer.resume import check_run_state, save_run
 from verl_digen.trainer.validate import draw_grid, grid_samples
 
 NODES = [{"GPU": 4, "CPU": 16, "accelerator_type:A": 1}, {"GPU": 4, "CPU": 16, "accelerator_type:B": 1}]
@@ -54,39 +54,31 @@ def test_small_fragments_balance_over_the_ranks():
     assert totals.tolist() == [16, 16, 16]
 
 
-def fake_trainer(root: Path, step: int, keep: int | None = None, fail: bool = False):
-    def save(path, _, step):
-        (Path(path)).mkdir()
-        (Path(path) / "state.json").write_text(str(step))
+def save(root: Path, step: int, keep: int | None = None, fail: bool = False) -> None:
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "state.json").write_text(str(step))
         if fail:
             raise OSError("disk full")
 
     config = SimpleNamespace(default_local_dir=str(root), get=lambda name, default=None: keep)
-    dataset = [{"prompt": "a"}, {"prompt": "b"}]
-    return SimpleNamespace(
-        config=SimpleNamespace(trainer=config, data={"shuffle": True}),
-        plan=SimpleNamespace(seed=1, prompts=2, n=4),
-        train_dataset=dataset,
-        global_steps=step,
-        actor_rollout_wg=SimpleNamespace(workers=[SimpleNamespace(save_checkpoint=SimpleNamespace(remote=save))]),
-        _wait=lambda calls, doing: calls,
-    )
+    save_run(config, {"global_steps": step}, write)
 
 
 def test_checkpoints_are_complete_or_absent(tmp_path):
-    save_trainer(fake_trainer(tmp_path, 1))
+    save(tmp_path, 1)
     with pytest.raises(OSError, match="disk full"):
-        save_trainer(fake_trainer(tmp_path, 2, fail=True))
+        save(tmp_path, 2, fail=True)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert not (tmp_path / "global_step_2").exists()
-    save_trainer(fake_trainer(tmp_path, 2))  # what the failed attempt left is no obstacle
+    save(tmp_path, 2)  # what the failed attempt left is no obstacle
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert json.loads((tmp_path / "global_step_2" / "run.json").read_text())["global_steps"] == 2
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
     for step in (9, 10, 11):
-        save_trainer(fake_trainer(tmp_path, step, keep=2))
+        save(tmp_path, step, keep=2)
     assert sorted(p.name for p in tmp_path.glob("global_step_*")) == ["global_step_10", "global_step_11"]
 
 

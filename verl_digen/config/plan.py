@@ -16,6 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from verl_digen.config.deadlines import Deadlines
 from verl_digen.config.digen import PREFIX, DigenConfig, parse_digen
 
 
@@ -60,6 +61,11 @@ class RunPlan:
         return self.logical_batches == 1 and self.epochs == 1
 
     @property
+    def deadlines(self) -> Deadlines:
+        """How long each kind of waiting may last."""
+        return Deadlines.of(self.digen.failure)
+
+    @property
     def with_reference(self) -> bool:
         return self.kl_beta > 0
 
@@ -92,6 +98,7 @@ class RunPlan:
                 f"transformer {self.transformer_bytes / 2**20 / self.trainer_ranks:.1f} MiB on disk"
                 + (f", {state:.1f} MiB weights + gradients + AdamW" if trained else " + adapter state"),
             ),
+            ("deadlines", ", ".join(f"{what} {seconds:g} s" for what, seconds, _ in self.deadlines.rows())),
             *(("note", note) for note in self.notes),
         ]
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import ray
 
+from verl_digen.config.deadlines import QUEUE_DEPTH
 from verl_digen.config.digen import DigenConfig, parse_digen
 from verl_digen.diffusion.noise import check_distinct
 from verl_digen.rollout.replica import DiffusersReplica
@@ -36,9 +37,6 @@ from verl_digen.schedule.gap import plan_fragments
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
-
-# Fragments handed to a replica at a time: one at work and one waiting there, so that no call latency shows.
-PREFETCH = 2
 
 
 class RolloutError(RuntimeError):
@@ -134,7 +132,7 @@ class DiffusionRolloutManager:
         self._thread = threading.Thread(target=self._run_loop, name="digen-rollout", daemon=True)
         self._thread.start()
         for replica in pool.replicas:
-            for _ in range(PREFETCH):
+            for _ in range(QUEUE_DEPTH):
                 asyncio.run_coroutine_threadsafe(self._guard(self._serve(replica)), self._loop)
 
     def _run_loop(self) -> None:

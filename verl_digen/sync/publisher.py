@@ -16,11 +16,21 @@ from typing import Any, Protocol
 
 import ray
 from verl.checkpoint_engine.base import CheckpointEngineManager
-from verl.single_controller.ray import RayWorkerGroup
 from verl.utils.ray_utils import auto_await
+
+from verl_digen.config.deadlines import Deadlines
+from verl_digen.sync.calls import results
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+
+class Ranks(Protocol):
+    """What a publish needs of the Trainer; see :class:`verl_digen.trainer.workgroup.TrainerGroup`."""
+
+    def call(self, method: str, *args, **kwargs) -> list[ray.ObjectRef]: ...
+
+    def first(self, method: str, *args, **kwargs) -> ray.ObjectRef: ...
 
 
 class Replica(Protocol):
@@ -62,24 +72,25 @@ class WeightPublisher(CheckpointEngineManager):
 
     Args:
         config: ``rollout.checkpoint_engine``.
-        actor_wg: the training worker group.
+        ranks: the Trainer.
         replicas: all replicas.
         colocated: replicas live in the training processes; weights are copied there.
-        timeout_s: deadline of a publish.
+        deadlines: of the run.
     """
 
     def __init__(
         self,
         config,
-        actor_wg: RayWorkerGroup,
+        ranks: Ranks,
         replicas: list[Replica],
         *,
         colocated: bool,
-        timeout_s: float,
+        deadlines: Deadlines,
     ):
-        super().__init__(config, actor_wg, replicas)
+        super().__init__(config, ranks, replicas)
+        self.ranks = ranks
         self.colocated = colocated
-        self.timeout_s = timeout_s
+        self.deadlines = deadlines
         self.version: int | None = None
         self.checksum: int | None = None
         self._averaged = False
@@ -88,17 +99,18 @@ class WeightPublisher(CheckpointEngineManager):
     def connect(self) -> None:
         """(Re)build the channel for the replicas as they are now."""
         workers = [replica.workers[0] for replica in self.replicas]
-        actors = self.actor_wg.workers
-        calls = [w.execute_checkpoint_engine.remote("close") for w in actors + workers]
-        self._get(calls, "closing the weight channel")
-        where = self._get([actors[0].execute_checkpoint_engine.remote("prepare")], "opening the weight channel")
-        actor_kwargs, rollout_kwargs = self.backend_cls.build_topology(len(actors), len(workers), where)
-        calls = [
-            worker.execute_checkpoint_engine.remote("init_process_group", **{k: v[i] for k, v in kwargs.items()})
-            for group, kwargs in ((actors, actor_kwargs), (workers, rollout_kwargs))
-            for i, worker in enumerate(group)
+        closing = [self.ranks.first("execute_checkpoint_engine", "close")]
+        closing += [w.execute_checkpoint_engine.remote("close") for w in workers]
+        results(closing, "closing the weight channel", self.deadlines.connect)
+        opening = [self.ranks.first("execute_checkpoint_engine", "prepare")]
+        (where,) = results(opening, "opening the weight channel", self.deadlines.connect)
+        place = {"world_size": 1 + len(workers), "master": where}
+        calls = [self.ranks.first("execute_checkpoint_engine", "init_process_group", rank=0, **place)]
+        calls += [
+            worker.execute_checkpoint_engine.remote("init_process_group", rank=rank, **place)
+            for rank, worker in enumerate(workers, start=1)
         ]
-        self._get(calls, f"connecting {len(workers)} replicas to the weight channel")
+        results(calls, f"connecting {len(workers)} replicas to the weight channel", self.deadlines.connect)
         self._connected = workers
 
     @auto_await
@@ -120,15 +132,16 @@ class WeightPublisher(CheckpointEngineManager):
         workers = [replica.workers[0] for replica in self.replicas]
         if not self.colocated and workers != self._connected:
             self.connect()
-        sends = [w.publish_weights.remote(global_steps, averaged) for w in self.actor_wg.workers]
+        sends = self.ranks.call("publish_weights", global_steps, averaged)
         if self.colocated:
-            results = self._get(sends, f"publishing version {global_steps} in place")
-            acks = [result["ack"] for result in results]
+            answers = results(sends, f"publishing version {global_steps} in place", self.deadlines.publish)
+            acks = [answer["ack"] for answer in answers]
         else:
             takes = [w.update_weights.remote(global_steps) for w in workers]
-            results = self._get(sends + takes, f"publishing version {global_steps} to {len(workers)} replicas")
-            acks = results[len(sends) :]
-        sent = results[0]
+            doing = f"publishing version {global_steps} to {len(workers)} replicas"
+            answers = results(sends + takes, doing, self.deadlines.publish)
+            acks = answers[len(sends) :]
+        sent = answers[0]
         check_acknowledgements(sent, acks, [replica.name for replica in self.replicas])
         changed = sent["checksum"] != self.checksum
         self.version, self.checksum, self._averaged = global_steps, sent["checksum"], averaged
@@ -140,17 +153,10 @@ class WeightPublisher(CheckpointEngineManager):
 
     def disconnect(self) -> None:
         """Close the Trainer's end after a failed publish, so that replicas which still receive get an error at once."""
-        self._get([self.actor_wg.workers[0].execute_checkpoint_engine.remote("close")], "closing the weight channel")
+        closing = [self.ranks.first("execute_checkpoint_engine", "close")]
+        results(closing, "closing the weight channel", self.deadlines.connect)
         self._connected = []
 
     def republish(self) -> None:
         """Give the current version again, to replicas that were started anew."""
         self.update_weights(self.version, averaged=self._averaged)
-
-    def _get(self, refs: list, doing: str) -> list:
-        try:
-            return ray.get(refs, timeout=self.timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise TimeoutError(
-                f"{doing} took longer than trainer.v1.digen.failure.sync_timeout_s={self.timeout_s:g} s"
-            ) from error

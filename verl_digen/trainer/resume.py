@@ -11,31 +11,34 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-from verl_digen.data.prompts import fingerprint
+from verl_digen.config.plan import RunPlan
+from verl_digen.data.prompts import PromptDataset, fingerprint
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 RUN_FILE = "run.json"
+ENGINE_FOLDER = "actor"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def run_state(trainer) -> dict[str, Any]:
+def run_state(plan: RunPlan, dataset: PromptDataset, *, shuffle: bool, step: int) -> dict[str, Any]:
     """What a resumed run must agree on, and the step."""
-    plan = trainer.plan
     return {
-        "global_steps": trainer.global_steps,
+        "global_steps": step,
         "seed": plan.seed,
         "prompts_per_step": plan.prompts,
         "samples_per_prompt": plan.n,
-        "train_prompts": len(trainer.train_dataset),
-        "train_fingerprint": fingerprint(trainer.train_dataset),
-        "shuffle": bool(trainer.config.data.get("shuffle", True)),
+        "train_prompts": len(dataset),
+        "train_fingerprint": fingerprint(dataset),
+        "shuffle": shuffle,
     }
 
 
@@ -54,25 +57,27 @@ def check_run_state(saved: dict[str, Any], current: dict[str, Any], folder: Path
         )
 
 
-def save_trainer(trainer) -> None:
-    """Write ``global_step_N``, point the tracker at it, keep ``trainer.max_actor_ckpt_to_keep`` checkpoints."""
-    config = trainer.config.trainer
-    root = Path(config.default_local_dir)
-    final = root / f"global_step_{trainer.global_steps}"
-    partial = root / f".partial_global_step_{trainer.global_steps}"
+def save_run(config: DictConfig, state: dict[str, Any], write: Callable[[Path], None]) -> None:
+    """Write ``global_step_N``, point the tracker at it, keep ``trainer.max_actor_ckpt_to_keep`` checkpoints.
+
+    Args:
+        config: the ``trainer`` section.
+        state: see :func:`run_state`.
+        write: writes the engine's state into the folder given to it.
+    """
+    root, step = Path(config.default_local_dir), state["global_steps"]
+    final, partial = root / f"global_step_{step}", root / f".partial_global_step_{step}"
     for left in root.glob(".partial_global_step_*"):  # by a run that was killed while it wrote
         shutil.rmtree(left)
     partial.mkdir(parents=True)
-    workers = trainer.actor_rollout_wg.workers
-    writing = [w.save_checkpoint.remote(str(partial / "actor"), None, trainer.global_steps) for w in workers]
-    trainer._wait(writing, f"writing the checkpoint of step {trainer.global_steps}")
-    (partial / RUN_FILE).write_text(json.dumps(run_state(trainer), indent=1))
+    write(partial / ENGINE_FOLDER)
+    (partial / RUN_FILE).write_text(json.dumps(state, indent=1))
     _sync(partial)
     if final.exists():  # a run that goes on from an older checkpoint comes to this step again
         shutil.rmtree(final)
     os.replace(partial, final)
     tracker = root / f".{TRACKER}"
-    tracker.write_text(str(trainer.global_steps))
+    tracker.write_text(str(step))
     os.replace(tracker, root / TRACKER)
     logger.info("checkpoint written: %s", final)
     _prune(root, config.get("max_actor_ckpt_to_keep"), final)
@@ -99,30 +104,25 @@ def _prune(root: Path, keep: int | None, newest: Path) -> None:
             shutil.rmtree(folder)
 
 
-def find_checkpoint(trainer) -> Path | None:
-    """The newest complete checkpoint, as ``trainer.resume_mode`` says; sets ``global_steps``. No device is needed.
+def find_checkpoint(config: DictConfig, state: dict[str, Any]) -> tuple[Path, int] | None:
+    """The newest complete checkpoint, as ``trainer.resume_mode`` says, and its step. No device is needed.
+
+    Args:
+        config: the ``trainer`` section.
+        state: of this run, see :func:`run_state`.
 
     Raises:
         ValueError: an unknown mode, a path that is no checkpoint, or another run's.
     """
-    trainer.global_steps = 0
-    folder = _folder_to_resume(trainer.config.trainer)
+    folder = _folder_to_resume(config)
     if folder is None:
         return None
     state_file = folder / RUN_FILE
     if not state_file.is_file():
         raise ValueError(f"{folder} holds no complete checkpoint ({RUN_FILE} is missing)")
     saved = json.loads(state_file.read_text())
-    check_run_state(saved, run_state(trainer), folder)
-    trainer.global_steps = saved["global_steps"]
-    return folder
-
-
-def load_engine_state(trainer, folder: Path) -> None:
-    """Load weights, optimizer and schedule of a checkpoint into the training workers."""
-    workers = trainer.actor_rollout_wg.workers
-    trainer._wait([w.load_checkpoint.remote(local_path=str(folder / "actor")) for w in workers], f"loading {folder}")
-    logger.info("resumed from %s at step %d", folder, trainer.global_steps)
+    check_run_state(saved, state, folder)
+    return folder, saved["global_steps"]
 
 
 def _folder_to_resume(config) -> Path | None:

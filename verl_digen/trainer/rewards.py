@@ -10,6 +10,10 @@ from verl.experimental.reward_loop import RewardLoopManager
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.trainer.ppo.reward import load_reward_manager
 
+from verl_digen.config.deadlines import Deadlines
+from verl_digen.config.digen import parse_digen
+from verl_digen.sync.calls import results
+
 
 class DiffusionRewardLoopWorker(RewardLoopWorker):
     """A reward worker without text tokenizers (which veRL would load with remote code allowed)."""
@@ -50,13 +54,7 @@ class DiffusionRewardLoopManager(RewardLoopManager):
         """
         ray.kill(self.reward_loop_workers[index])
         worker = self._start(self._nodes[index])
-        seconds = self.config.trainer.v1.digen.failure.sync_timeout_s
-        try:
-            ray.get(worker.pid.remote(), timeout=seconds)
-        except ray.exceptions.GetTimeoutError as error:
-            raise TimeoutError(
-                f"replacing reward worker {index} took longer than "
-                f"trainer.v1.digen.failure.sync_timeout_s={seconds:g} s"
-            ) from error
+        deadlines = Deadlines.of(parse_digen(self.config.trainer.v1.digen).failure)
+        results([worker.pid.remote()], f"replacing reward worker {index}", deadlines.load)
         self.reward_loop_workers[index] = worker
         return worker

@@ -12,9 +12,11 @@ from verl.workers.config import TrainingWorkerConfig
 
 from verl_digen.config.plan import RunPlan
 from verl_digen.rollout.replica import DiffusersReplica, DiffusionRolloutWorker
+from verl_digen.sync.calls import results
 from verl_digen.sync.publisher import WeightPublisher
 from verl_digen.trainer.pools import ROLLOUT_POOL, TRAINER_POOL
 from verl_digen.trainer.worker import DiffusionActorWorker
+from verl_digen.trainer.workgroup import TrainerGroup
 
 
 def start_workers(trainer) -> None:
@@ -44,6 +46,7 @@ def start_workers(trainer) -> None:
     trainer.actor_rollout_wg = RayWorkerGroup(
         resource_pool=pools[TRAINER_POOL], ray_cls_with_init=actor_class, bin_pack=False, device_name=device
     )
+    trainer.ranks = TrainerGroup(trainer.actor_rollout_wg.workers)
     if trainer.disaggregated:
         trainer.rollout_class = RayClassWithInitArgs(
             cls=ray.remote(DiffusionRolloutWorker),
@@ -72,19 +75,20 @@ def init_models(trainer) -> None:
         )
         for rank in range(plan.replicas)
     ]
-    loading = trainer.actor_rollout_wg.init_model()
+    loading = trainer.ranks.call("init_model")
     if trainer.disaggregated:
         loading = loading + [
             worker.init_model.remote(f"replica{rank}") for rank, worker in enumerate(trainer.rollout_wg.workers)
         ]
-    check_loaded(plan, trainer.model_config.attention_backend, trainer._wait(loading, "loading the model"))
+    loaded = results(loading, "loading the model", plan.deadlines.load)
+    check_loaded(plan, trainer.model_config.attention_backend, loaded)
     _launch_replicas(trainer)
     trainer.checkpoint_manager = WeightPublisher(
         omega_conf_to_dataclass(rollout.checkpoint_engine),
-        trainer.actor_rollout_wg,
+        trainer.ranks,
         trainer.replicas,
         colocated=not trainer.disaggregated,
-        timeout_s=plan.digen.failure.sync_timeout_s,
+        deadlines=plan.deadlines,
     )
 
 

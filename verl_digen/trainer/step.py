@@ -24,12 +24,9 @@ from verl_digen.diffusion.advantages import ADVANTAGE_EPS, group_advantages
 from verl_digen.rollout.manager import DiffusionRolloutManager, GroupResult
 from verl_digen.rollout.requests import PromptGroup, SampleResult
 from verl_digen.trainer.worker import TrainFragment
+from verl_digen.trainer.workgroup import TrainerGroup
 
 Sample = tuple[str, int]
-
-
-class StepError(RuntimeError):
-    """A training step could not be completed."""
 
 
 @dataclass
@@ -60,13 +57,12 @@ class TrainingStep:
 
     Args:
         plan: sizes and options.
-        actor_wg: the training worker group.
+        ranks: the Trainer.
         manager: the rollout manager.
     """
 
-    def __init__(self, plan: RunPlan, actor_wg, manager: DiffusionRolloutManager):
-        self.plan, self.actor_wg, self.manager = plan, actor_wg, manager
-        self._timeout = plan.digen.failure.train_timeout_s
+    def __init__(self, plan: RunPlan, ranks: TrainerGroup, manager: DiffusionRolloutManager):
+        self.plan, self.ranks, self.manager = plan, ranks, manager
 
     def run(
         self,
@@ -80,8 +76,8 @@ class TrainingStep:
         """Generate, score and train one step.
 
         Raises:
-            RolloutError, TimeoutError: generation or scoring failed for good.
-            StepError: training did not finish in time.
+            RolloutError: generation or scoring failed for good.
+            TimeoutError: generation, scoring or training did not finish in time.
         """
         plan = self.plan
         outcome = StepOutcome()
@@ -96,7 +92,7 @@ class TrainingStep:
             else:
                 self._streaming(batches, outcome, timing_raw)
         except BaseException:
-            ray.wait(self.actor_wg.abort(), num_returns=plan.trainer_ranks, timeout=5.0)
+            ray.wait(self.ranks.call("abort"), num_returns=plan.trainer_ranks, timeout=5.0)
             raise
         order = {group.uid: i for i, group in enumerate(groups)}
         outcome.groups.sort(key=lambda result: order[result.group.uid])
@@ -174,17 +170,14 @@ class TrainingStep:
         advantages, metrics = self._advantages(members, "global")
         outcome.advantages |= advantages
         if max(map(abs, advantages.values())) > self.plan.digen.algorithm.adv_max:
-            self._get(self.actor_wg.abort(), "dropping a logical batch whose advantages are clamped")
+            self._get(self.ranks.call("abort"), "dropping a logical batch whose advantages are clamped")
             self._whole_batch(batch, outcome, "training a logical batch whose advantages are clamped")
             outcome.repeated += 1
         else:
             self._commit(outcome, scale=1.0 / (metrics["reward_std"] + ADVANTAGE_EPS))
 
     def _next_group(self) -> GroupResult:
-        failure = self.plan.digen.failure
-        # one deadline per attempt for generating and for scoring, and one more for what waits in a replica's queue
-        attempts = failure.max_retries + 1
-        return self.manager.next_group(2 * attempts * (failure.generate_timeout_s + failure.reward_timeout_s))
+        return self.manager.next_group(self.plan.deadlines.group.seconds)
 
     def _advantages(self, results: Sequence[GroupResult], norm: str) -> tuple[dict[Sample, float], dict[str, float]]:
         """Advantages by sample, and statistics of the rewards."""
@@ -196,7 +189,8 @@ class TrainingStep:
 
     def _begin(self, clamped: bool = True) -> None:
         plan = self.plan
-        self._get(self.actor_wg.begin(plan.cells_per_batch, plan.on_policy, clamped), "opening a transaction")
+        refs = self.ranks.call("begin", plan.cells_per_batch, plan.on_policy, clamped)
+        self._get(refs, "opening a transaction")
 
     def _accumulate(self, samples, advantages, *, last: bool, rotate: int = 0) -> list:
         fragment = TrainFragment(
@@ -206,20 +200,14 @@ class TrainingStep:
             rotate=rotate,
             last=last,
         )
-        return self.actor_wg.accumulate(fragment)
+        return self.ranks.call("accumulate", fragment)
 
     def _commit(self, outcome: StepOutcome, scale: float = 1.0) -> None:
-        outcome.commits.append(self._get(self.actor_wg.commit(scale), "committing a logical batch")[0])
+        outcome.commits.append(self._get(self.ranks.call("commit", scale), "committing a logical batch")[0])
 
     def _get(self, refs: list, doing: str, outcome: StepOutcome | None = None) -> list[Any]:
         started = time.perf_counter()
-        try:
-            results = ray.get(refs, timeout=self._timeout)
-        except ray.exceptions.GetTimeoutError as error:
-            raise StepError(
-                f"{doing} was not done within trainer.v1.digen.failure.train_timeout_s={self._timeout:g} s on "
-                f"{self.plan.trainer_ranks} ranks"
-            ) from error
+        results = self.ranks.get(refs, doing, self.plan.deadlines.train)
         if outcome is not None:
             outcome.accumulated += results
             outcome.waited += time.perf_counter() - started

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -34,11 +35,12 @@ from verl_digen.rollout.manager import RolloutPool
 from verl_digen.rollout.replica import DiffusersReplica
 from verl_digen.rollout.requests import TRAIN, PromptGroup, row_key
 from verl_digen.schedule.measure import Measured
+from verl_digen.sync.calls import results
 from verl_digen.sync.publisher import PublishError
 from verl_digen.trainer import metrics as digen_metrics
 from verl_digen.trainer.about import write_about
 from verl_digen.trainer.pools import ROLLOUT_POOL, TRAINER_POOL, DigenResourcePoolManager
-from verl_digen.trainer.resume import find_checkpoint, load_engine_state, save_trainer
+from verl_digen.trainer.resume import ENGINE_FOLDER, find_checkpoint, run_state, save_run
 from verl_digen.trainer.rewards import DiffusionRewardLoopManager
 from verl_digen.trainer.startup import init_models, start_workers
 from verl_digen.trainer.step import StepOutcome, TrainingStep
@@ -79,7 +81,7 @@ class DigenTrainer(PPOTrainer):
         self._init_dump_executor()
         self._check_model()
         load_reward_manager(self.config, None)  # an unknown reward or a missing file is an error here already
-        resumed = find_checkpoint(self)
+        resumed = self.find_checkpoint()
         write_about(self, self._print_plan())
         self._init_resource_pool_mgr()
         self.resource_pool_manager.create_resource_pool()
@@ -88,7 +90,7 @@ class DigenTrainer(PPOTrainer):
         init_models(self)
         self.llm_server_manager = self.teacher_model_manager = None
         if resumed is not None:
-            load_engine_state(self, resumed)
+            self.load_engines(resumed)
 
     def _init_tokenizer(self) -> None:
         """Prompts are tokenised by the model family in the replicas."""
@@ -201,15 +203,6 @@ class DigenTrainer(PPOTrainer):
             num_steps=digen.sampling.num_steps,
         )
 
-    def _wait(self, refs: list, doing: str) -> list:
-        seconds = self.plan.digen.failure.sync_timeout_s
-        try:
-            return ray.get(refs, timeout=seconds)
-        except ray.exceptions.GetTimeoutError as error:
-            raise TimeoutError(
-                f"{doing} took longer than trainer.v1.digen.failure.sync_timeout_s={seconds:g} s"
-            ) from error
-
     def get_llm_client(self) -> RolloutPool:
         """What the rollout manager is built with."""
         return RolloutPool(
@@ -228,7 +221,8 @@ class DigenTrainer(PPOTrainer):
         """A new process for a replica; it holds no published weights yet."""
         logger.warning("restarting %s", replica.name)
         replica.respawn(self.rollout_class, self.config.trainer.device)
-        self._wait([replica.workers[0].init_model.remote(replica.name)], f"loading the model in {replica.name}")
+        loading = [replica.workers[0].init_model.remote(replica.name)]
+        results(loading, f"loading the model in {replica.name}", self.plan.deadlines.load)
 
     # ---- the loop's hooks ----------------------------------------------------------------------------------
 
@@ -239,7 +233,7 @@ class DigenTrainer(PPOTrainer):
         """One training step under the current version; see :mod:`verl_digen.trainer.step`."""
         self._times = StepTimes(started=time.time())
         groups = self._groups_of_step(self.global_steps)
-        runner = TrainingStep(self.plan, self.actor_rollout_wg, self.agent_loop_manager)
+        runner = TrainingStep(self.plan, self.ranks, self.agent_loop_manager)
         self.outcome = runner.run(
             groups,
             version=self.checkpoint_manager.version,
@@ -301,7 +295,7 @@ class DigenTrainer(PPOTrainer):
     def _dead_replicas(self) -> list[DiffusersReplica]:
         """Replicas that do not answer."""
         waiting = {replica.workers[0].ping.remote(): replica for replica in self.replicas}
-        ready, late = ray.wait(list(waiting), num_returns=len(waiting), timeout=60.0)
+        ready, late = ray.wait(list(waiting), num_returns=len(waiting), timeout=self.plan.deadlines.ping.seconds)
         dead = [waiting[ref] for ref in late]
         for ref in ready:
             try:
@@ -358,8 +352,31 @@ class DigenTrainer(PPOTrainer):
         with marked_timer("dump_rollout_generations", timing_raw):
             dump_samples(self, self.outcome.groups, rollout_data_dir)
 
+    def _run_state(self) -> dict[str, Any]:
+        shuffle = bool(self.config.data.get("shuffle", True))
+        return run_state(self.plan, self.train_dataset, shuffle=shuffle, step=self.global_steps)
+
     def _save_checkpoint(self) -> None:
-        save_trainer(self)
+        def write(folder: Path) -> None:
+            writing = self.ranks.call("save_checkpoint", str(folder), None, self.global_steps)
+            self.ranks.get(writing, f"writing the checkpoint of step {self.global_steps}", self.plan.deadlines.load)
+
+        save_run(self.config.trainer, self._run_state(), write)
+
+    def find_checkpoint(self) -> Path | None:
+        """The checkpoint to go on from, or None; sets ``global_steps``."""
+        self.global_steps = 0
+        found = find_checkpoint(self.config.trainer, self._run_state())
+        if found is None:
+            return None
+        folder, self.global_steps = found
+        return folder
+
+    def load_engines(self, folder: Path) -> None:
+        """Load weights, optimizer and schedule of a checkpoint into the training ranks."""
+        loading = self.ranks.call("load_checkpoint", local_path=str(folder / ENGINE_FOLDER))
+        self.ranks.get(loading, f"loading {folder}", self.plan.deadlines.load)
+        logger.info("resumed from %s at step %d", folder, self.global_steps)
 
 
 def prompt_group(row: dict[str, Any], uid: str, n: int, partition: str) -> PromptGroup:

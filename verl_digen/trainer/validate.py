@@ -48,9 +48,7 @@ class Validator:
             training_step=max(trainer.global_steps, 1),
             keep_pixels=everything if dump_dir else set(shown),
         )
-        failure = trainer.plan.digen.failure
-        deadline = 2 * (failure.max_retries + 1) * (failure.generate_timeout_s + failure.reward_timeout_s)
-        results = [self.manager.next_group(deadline) for _ in groups]
+        results = [self.manager.next_group(trainer.plan.deadlines.group.seconds) for _ in groups]
         results.sort(key=lambda r: r.group.uid)
         if shown:
             self._write_grid(results, shown)

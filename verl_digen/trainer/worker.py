@@ -18,6 +18,7 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
 
+from verl_digen.config.deadlines import Deadlines
 from verl_digen.config.digen import DigenConfig
 from verl_digen.engine.tiles import SampleRow, cells_of_rank
 from verl_digen.engine.tilesize import TileSize
@@ -73,9 +74,12 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
         colocated: bool,
         bucket_bytes: int,
     ):
-        if get_device_name() == "cpu":
-            # veRL asks for "cpu:gloo,<device>:<backend>", which names the CPU twice here
-            initialize_global_process_group_ray(backend="cpu:gloo")
+        initialize_global_process_group_ray(
+            # a rank waits in a collective for another one that uses its whole time up; torch's default is less
+            timeout_second=Deadlines.of(digen.failure).collective.seconds,
+            # veRL's own "cpu:gloo,<device>:<backend>" names the CPU twice on a CPU
+            backend="cpu:gloo" if get_device_name() == "cpu" else None,
+        )
         TrainingWorker.__init__(self, config)
         if digen.threads.trainer is not None:
             torch.set_num_threads(digen.threads.trainer)
