@@ -11,6 +11,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     targets = parser.add_subparsers(dest="target", metavar="TARGET", required=True)
     digits = targets.add_parser("digits", help="model folder, train.parquet and val.parquet of the digits example")
     digits.add_argument("--out", type=Path, required=True, help="folder to write to")
+    tiny = targets.add_parser("tiny", help="tiny random model of a family in the real folder layout")
+    tiny.add_argument("family", help="family, for example flux")
+    tiny.add_argument("--out", type=Path, required=True, help="folder to write to")
     weights = targets.add_parser("digits-weights", help="train the shipped digits model and its classifier anew")
     weights.add_argument("--out", type=Path, help="folder to write to (default: over the shipped files)")
     weights.add_argument("--iterations", type=int, default=None, help="flow-matching steps of the transformer")
@@ -19,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        return {"digits": _digits, "digits-weights": _digits_weights}[args.target](args)
+        return {"digits": _digits, "tiny": _tiny, "digits-weights": _digits_weights}[args.target](args)
     except (ImportError, ValueError) as error:
         print(f"verl-digen prepare: {error}", file=sys.stderr)
         return 2
@@ -35,6 +38,13 @@ def _digits(args: argparse.Namespace) -> int:
     rows = [("model", str(model), f"{_megabytes(model):.2f} MB")]
     rows += [(name, str(file), f"{len(PromptDataset(file))} prompts") for name, file in files.items()]
     _table("digits", ("what", "where", "size"), rows)
+    return 0
+
+
+def _tiny(args: argparse.Namespace) -> int:
+    from verl_digen.models.tiny import build_tiny
+
+    print(f"random {args.family} model (it draws noise): {build_tiny(args.family, args.out)}")
     return 0
 
 

@@ -64,6 +64,7 @@ class SamplingConfig:
     guidance_scale: float = 1.0
     guidance_rescale: bool = False
     embedded_guidance: float | None = None
+    split_cfg: bool = False
     height: int | None = None
     width: int | None = None
     num_frames: int | None = None
@@ -77,6 +78,8 @@ class SamplingConfig:
         _positive("sampling.eta", self.eta)
         for name in ("height", "width", "num_frames", "batch_size"):
             _positive(f"sampling.{name}", getattr(self, name), optional=True)
+        if self.split_cfg and self.guidance_scale == 1.0:
+            raise ValueError(f"{PREFIX}.sampling.split_cfg=true is not read with guidance_scale=1.0 (no guidance)")
         if self.guidance_rescale and self.guidance_scale == 1.0:
             raise ValueError(
                 f"{PREFIX}.sampling.guidance_rescale=true is not read with guidance_scale=1.0 (no guidance)"

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from verl_digen.models.family import register_family
+from verl_digen.models.family import register_family, uint8_pixels
 from verl_digen.models.sd3 import SD3Family
 
 ASSETS = Path(__file__).parent / "assets" / "digits"
@@ -46,7 +46,7 @@ class DigitsFamily(SD3Family):
         return {"prompt_embeds": output.last_hidden_state[0], "pooled_prompt_embeds": output.text_embeds[0]}
 
     def decode(self, latents: Tensor) -> np.ndarray:
-        return self._to_uint8(latents.detach())
+        return uint8_pixels(latents)
 
     def _timestep_options(self, num_steps: int, height: int, width: int, num_frames: int) -> dict[str, Any]:
         """Evenly spaced from 1 to 1/T before the shift (diffusers' default would spend the last step on 0.001 to 0)."""

@@ -13,6 +13,7 @@ import importlib
 import math
 import pkgutil
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,8 @@ __all__ = [
     "family_for",
     "guided_velocity",
     "register_family",
+    "stack_conditions",
+    "uint8_pixels",
 ]
 
 
@@ -45,11 +48,13 @@ class Guidance:
             (the negative prompt alone).
         rescale: bring the norm of the guided velocity back to that of the conditional one ("true CFG" norm rescale).
         embedded: the guidance value given to a guidance-distilled model as an input, or None.
+        split: predict with and without the prompt in two forwards of B instead of one of 2B, for less memory.
     """
 
     scale: float = 1.0
     rescale: bool = False
     embedded: float | None = None
+    split: bool = False
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale) or (self.embedded is not None and not math.isfinite(self.embedded)):
@@ -76,6 +81,40 @@ def guided_velocity(v_cond: Tensor, v_neg: Tensor, guidance: Guidance, norm_dims
         norm = torch.linalg.vector_norm(v, dim=norm_dims, keepdim=True)
         v = v * (norm_cond / norm.clamp_min(torch.finfo(wide).tiny))
     return v
+
+
+def stack_conditions(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Prompt tensors of several prompts as one batch: [L, ...] each to [B, L, ...].
+
+    Prompts of unlike length are padded with zeros at the end. That needs a mask among the tensors (a name that ends in
+    ``mask``), in which zero means "no token"; without one, zeros would be read as tokens.
+
+    Raises:
+        ValueError: the prompts have other tensors, tensors that differ in more than their length, or no mask.
+    """
+    names = rows[0].keys()
+    if any(row.keys() != names for row in rows):
+        raise ValueError(f"prompts have unlike tensors: {sorted({tuple(row) for row in rows})}")
+    return {name: _stack_padded(name, [row[name] for row in rows], names) for name in names}
+
+
+def _stack_padded(name: str, tensors: list[Tensor], names: Iterable[str]) -> Tensor:
+    shapes = {tuple(tensor.shape) for tensor in tensors}
+    if len(shapes) == 1:
+        return torch.stack(tensors)
+    if () in shapes or len({shape[1:] for shape in shapes}) > 1 or not any(other.endswith("mask") for other in names):
+        raise ValueError(
+            f"{name} of the prompts differ in shape, {' and '.join(str(list(s)) for s in sorted(shapes))}, and can be "
+            f"padded only in length and beside a mask (tensors: {', '.join(names)})"
+        )
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+
+
+def uint8_pixels(image: Tensor) -> np.ndarray:
+    """Pixels in -1..1, channels second, as uint8 with channels last: [B, C, H, W] to [B, H, W, C], and [B, C, F, H, W]
+    to [B, F, H, W, C]. Rounded as diffusers makes pictures, on the device, so that only bytes come to the host."""
+    unit = (image.detach() * 0.5 + 0.5).clamp(0, 1)
+    return (unit.float() * 255).round().to(torch.uint8).movedim(1, -1).contiguous().cpu().numpy()
 
 
 class ModelFamily(ABC):
@@ -188,8 +227,6 @@ class ModelFamily(ABC):
         cond: dict[str, Tensor],
         guidance: Guidance,
         negative: dict[str, Tensor] | None = None,
-        *,
-        split_cfg: bool = False,
     ) -> Tensor:
         """Velocity (noise - data) at ``x``.
 
@@ -198,9 +235,9 @@ class ModelFamily(ABC):
             sigma: noise level of each sample [B]; the model's time is sigma x 1000 (the scheduler's
                 ``num_train_timesteps``), in fp32 as in the pipeline.
             cond: what :meth:`encode_prompts` gives, batched [B, ...].
-            guidance: with ``uses_cfg``, ``negative`` is needed, and both predictions share one forward of 2B.
+            guidance: with ``uses_cfg``, ``negative`` is needed, and both predictions share one forward of 2B unless
+                the guidance is ``split``.
             negative: embeddings of the negative prompt, batched as ``cond``.
-            split_cfg: two forwards of B instead, for less memory.
 
         Returns:
             [B, ...] in the dtype of ``x``.
@@ -210,18 +247,18 @@ class ModelFamily(ABC):
             raise ValueError(f"guidance scale {guidance.scale} needs the embeddings of a negative prompt, got none")
         if sigma.shape != x.shape[:1]:
             raise ValueError(f"sigma must have shape [{x.shape[0]}] (one per sample), got {list(sigma.shape)}")
-        dtype = self.compute_dtype or next(p.dtype for p in transformer.parameters() if p.is_floating_point())
+        dtype = self.compute_dtype or _input_dtype(transformer)
         inputs = [x.to(dtype), sigma.to(torch.float32) * self.num_train_timesteps, _cast(cond, dtype)]
         if not guidance.uses_cfg:
             return self._forward(transformer, *inputs, guidance).to(x.dtype)
         neg_inputs = [*inputs[:2], _cast(negative, dtype)]
-        if split_cfg:
+        if guidance.split:
             v_cond = self._forward(transformer, *inputs, guidance)
             v_neg = self._forward(transformer, *neg_inputs, guidance)
         else:
             both = [_concatenate(a, b) for a, b in zip(inputs, neg_inputs, strict=True)]
             v_cond, v_neg = self._forward(transformer, *both, guidance).chunk(2)
-        return guided_velocity(v_cond, v_neg, guidance, self._norm_dims(x)).to(x.dtype)
+        return self._guide(v_cond, v_neg, guidance).to(x.dtype)
 
     @abstractmethod
     def _forward(
@@ -234,8 +271,9 @@ class ModelFamily(ABC):
         if guidance.embedded is not None:
             raise ValueError(f"family {self.name!r} has no embedded guidance, but {guidance.embedded} was asked for")
 
-    def _norm_dims(self, x: Tensor) -> tuple[int, ...]:
-        return tuple(range(1, x.ndim))
+    def _guide(self, v_cond: Tensor, v_neg: Tensor, guidance: Guidance) -> Tensor:
+        """Both predictions [B, ...] combined; the norms of ``rescale`` are those of whole samples."""
+        return guided_velocity(v_cond, v_neg, guidance, tuple(range(1, v_cond.ndim)))
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 
@@ -331,17 +369,31 @@ class ModelFamily(ABC):
         return math.exp(options["mu"]) if "mu" in options else float(self.scheduler.shift)
 
 
+def _input_dtype(transformer: nn.Module) -> torch.dtype:
+    """Dtype of the parameters, without those of modules that the model keeps in fp32 whatever its dtype."""
+    kept = getattr(transformer, "_keep_in_fp32_modules", None) or ()
+    return next(
+        parameter.dtype
+        for name, parameter in transformer.named_parameters()
+        if parameter.is_floating_point() and not any(part in name.split(".") for part in kept)
+    )
+
+
 def _cast(cond: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {key: value.to(dtype) if value.is_floating_point() else value for key, value in cond.items()}
 
 
 def _concatenate(a: Any, b: Any) -> Any:
+    """Two batches as one; where prompts are of unlike length, the shorter ones are padded."""
     if not isinstance(a, dict):
         return torch.cat([a, b])
-    if a.keys() != b.keys() or any(a[key].shape != b[key].shape for key in a):
-        shapes = [{key: list(value.shape) for key, value in side.items()} for side in (a, b)]
-        raise ValueError(f"prompt and negative prompt embeddings differ in shape: {shapes[0]} and {shapes[1]}")
-    return {key: torch.cat([a[key], b[key]]) for key in a}
+    if a.keys() == b.keys() and all(a[key].shape[1:] == b[key].shape[1:] for key in a):
+        return {key: torch.cat([a[key], b[key]]) for key in a}
+    rows = [dict(zip(side, values, strict=True)) for side in (a, b) for values in zip(*side.values(), strict=True)]
+    try:
+        return stack_conditions(rows)
+    except ValueError as error:
+        raise ValueError(f"prompt and negative prompt do not fit into one forward: {error}") from error
 
 
 # ---- registry ----------------------------------------------------------------------------------------------

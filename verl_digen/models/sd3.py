@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_digen.models.attention import DispatchedJointAttention
-from verl_digen.models.family import Guidance, ModelFamily, register_family
+from verl_digen.models.family import Guidance, ModelFamily, register_family, uint8_pixels
 from verl_digen.models.parts import read_config
 
 
@@ -84,14 +84,7 @@ class SD3Family(ModelFamily):
     def decode(self, latents: Tensor) -> np.ndarray:
         vae = self.pipeline.vae
         latents = latents.to(self.device, vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
-        return self._to_uint8(vae.decode(latents, return_dict=False)[0])
-
-    def _to_uint8(self, image: Tensor) -> np.ndarray:
-        """[B, C, H, W] in -1..1 to uint8 [B, H, W, C], as the pipeline's image processor makes PIL images."""
-        from diffusers.image_processor import VaeImageProcessor
-
-        unit = VaeImageProcessor(vae_scale_factor=self.vae_scale_factor).postprocess(image, output_type="np")
-        return (unit * 255).round().astype(np.uint8)
+        return uint8_pixels(vae.decode(latents, return_dict=False)[0])
 
     @cached_property
     def vae_scale_factor(self) -> int:
