@@ -50,10 +50,11 @@ DIGEN = {
     "0.0 really is 0.",
     "sampling.guidance_rescale": "Bring the norm of the guided velocity back to that of the conditional one. Refused "
     "without guidance.",
-    "sampling.embedded_guidance": "Guidance that a distilled model takes as an input. No model family here has one.",
+    "sampling.embedded_guidance": "Guidance that a distilled model takes as an input (FLUX.1-dev, HunyuanVideo).",
+    "sampling.split_cfg": "Guidance by two forwards instead of one twice as large, for less memory.",
     "sampling.height": "Pixels; null takes the model's own size.",
     "sampling.width": "Pixels; null takes the model's own size.",
-    "sampling.num_frames": "Frames; null takes the model's own. The families here make images (1).",
+    "sampling.num_frames": "Frames; null takes the model's own. Image families make 1.",
     "sampling.same_noise": "One initial noise for all samples of a group. The SDE noise still differs.",
     "sampling.batch_size": "Samples that a replica denoises in one batch when GAP is off; null splits the step evenly "
     "over the replicas. With GAP on, `gap.fragment_size` says it.",

@@ -207,6 +207,12 @@ def test_sharded_units_are_named_by_the_model(transformer):
     assert {type(module).__name__ for module in transformer.modules()} & units
 
 
+def test_vae_has_the_dtype_it_wants(path, case):
+    half = family_for(path)(path, dtype=torch.bfloat16)
+    half.load_conditioner()
+    assert half.pipeline.vae.dtype == (torch.float32 if case.name == "wan" else torch.bfloat16)
+
+
 def test_sizes_that_cannot_be_made_are_refused(family, case):
     height, width, frames = case.size
     for size in [(height + 1, width, frames), (height, 0, frames), (height, width, frames + 1)]:
@@ -219,3 +225,21 @@ def test_effective_parameters_are_plain_and_complete(family, transformer, case):
     assert json.loads(json.dumps(echo)) == echo
     assert echo["family"] == case.name and echo["num_steps"] == 4 and echo["shift"] > 0
     assert (echo["guidance_scale"], echo["guidance_embedded"]) == (case.guidance.scale, case.guidance.embedded)
+
+
+def test_prepare_tiny_writes_a_model_and_names_the_families(tmp_path, capsys):
+    from verl_digen.cli.main import main
+
+    assert main(["prepare", "tiny", "flux", "--out", str(tmp_path / "model")]) == 0
+    assert family_for(tmp_path / "model").name == "flux"
+    assert main(["prepare", "tiny", "fluks", "--out", str(tmp_path / "other")]) == 2
+    assert "'fluks'; available: flux, hunyuan_video, qwen_image, sd3, wan" in capsys.readouterr().err
+
+
+def test_prompts_of_unlike_length_need_a_mask():
+    rows = [{"prompt_embeds": torch.ones(2, 3)}, {"prompt_embeds": torch.ones(4, 3)}]
+    with pytest.raises(ValueError, match=r"\[2, 3\] and \[4, 3\].*beside a mask"):
+        stack_conditions(rows)
+    masked = stack_conditions([row | {"prompt_mask": torch.ones(len(row["prompt_embeds"]))} for row in rows])
+    assert masked["prompt_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert masked["prompt_embeds"].shape == (2, 4, 3) and masked["prompt_embeds"][0, 2:].abs().max() == 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from verl_digen.models.family import stack_conditions
 from verl_digen.schedule.tsp import plan_tiles, plan_without_tsp
 
 
@@ -104,7 +105,8 @@ def gather_tile(
                 name: value.to(device, non_blocking=True).expand(len(samples), *value.shape)
                 for name, value in first.items()
             }
-        return {name: torch.stack([pick(r)[name] for r in samples]).to(device, non_blocking=True) for name in first}
+        batch = stack_conditions([pick(r) for r in samples])
+        return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
     return Tile(
         x=stack(r.latents[i] for r, i in zip(samples, starts, strict=True)),

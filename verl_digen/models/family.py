@@ -62,6 +62,17 @@ class Guidance:
         if self.rescale and not self.uses_cfg:
             raise ValueError("guidance rescale=True has no effect with scale=1.0: set another scale, or rescale=False")
 
+    @classmethod
+    def of(cls, sampling: Any, scale: float | None = None) -> Guidance:
+        """The guidance of ``trainer.v1.digen.sampling``; validation may ask for another ``scale``."""
+        scale = sampling.guidance_scale if scale is None else scale
+        return cls(
+            scale=scale,
+            rescale=sampling.guidance_rescale and scale != 1.0,
+            embedded=sampling.embedded_guidance,
+            split=sampling.split_cfg,
+        )
+
     @property
     def uses_cfg(self) -> bool:
         """Whether a second, unconditional prediction is needed."""
@@ -136,6 +147,7 @@ class ModelFamily(ABC):
     transformer_part: ClassVar[str] = "transformer"
     conditioner_parts: ClassVar[tuple[str, ...]]
     optional_parts: ClassVar[tuple[str, ...]] = ()
+    vae_dtype: ClassVar[torch.dtype | None] = None  # None: that of the other parts
 
     def __init__(
         self, path: str | Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
@@ -184,7 +196,8 @@ class ModelFamily(ABC):
         """A part on ``device``, frozen if it has weights; None for an optional part that the model goes without."""
         if part in self.optional_parts and self.index.get(part, [None])[0] is None:
             return None
-        module = load_part(self.path, part, dtype=self.dtype)
+        dtype = self.vae_dtype if part == "vae" and self.vae_dtype is not None else self.dtype
+        module = load_part(self.path, part, dtype=dtype)
         return module.to(self.device).requires_grad_(False).eval() if isinstance(module, nn.Module) else module
 
     # ---- the device's clock --------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from verl_digen.config.model import DiffusionModelConfig
 from verl_digen.diffusion.denoise import DenoiseResult, denoise, run_to_end
 from verl_digen.diffusion.noise import initial_noise, noise_hash, sample_key, transition_noise
 from verl_digen.diffusion.windows import StepSelection, select_steps
-from verl_digen.models.family import Guidance, family_for
+from verl_digen.models.family import Guidance, family_for, stack_conditions
 from verl_digen.models.lora import add_lora
 from verl_digen.rollout.requests import Fragment, PromptGroup
 from verl_digen.sync.checksum import tensors_checksum
@@ -130,13 +130,8 @@ class Sampler:
     # ---- sampling ------------------------------------------------------------------------------------------
 
     def guidance(self, validate: bool) -> Guidance:
-        sampling, validation = self.digen.sampling, self.digen.validation
-        scale = sampling.guidance_scale
-        if validate and validation.guidance_scale is not None:
-            scale = validation.guidance_scale
-        return Guidance(
-            scale=scale, rescale=sampling.guidance_rescale and scale != 1.0, embedded=sampling.embedded_guidance
-        )
+        scale = self.digen.validation.guidance_scale if validate else None
+        return Guidance.of(self.digen.sampling, scale)
 
     def num_steps(self, validate: bool) -> int:
         return (self.digen.validation.num_steps if validate else None) or self.digen.sampling.num_steps
@@ -188,8 +183,8 @@ class Sampler:
             )
             for uid, group in fragment.groups.items()
         }
-        cond = _stack([embeddings[g.uid][0] for g in groups])
-        negative = _stack([embeddings[g.uid][1] for g in groups]) if guidance.uses_cfg else None
+        cond = stack_conditions([embeddings[g.uid][0] for g in groups])
+        negative = stack_conditions([embeddings[g.uid][1] for g in groups]) if guidance.uses_cfg else None
         marks.append(self._mark())
 
         samples = list(fragment.samples)
@@ -227,7 +222,3 @@ class Sampler:
         """The clock, when the device has done all it was asked for."""
         self.family.synchronize()
         return time.perf_counter()
-
-
-def _stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

@@ -133,13 +133,8 @@ class DigenTrainer(PPOTrainer):
                 (sampling.height, sampling.width, sampling.num_frames), family.default_size(), strict=True
             )
         ]
-        self.guidance = Guidance(
-            scale=sampling.guidance_scale, rescale=sampling.guidance_rescale, embedded=sampling.embedded_guidance
-        )
-        scale = validation.guidance_scale if validation.guidance_scale is not None else sampling.guidance_scale
-        val_guidance = Guidance(
-            scale=scale, rescale=sampling.guidance_rescale and scale != 1.0, embedded=sampling.embedded_guidance
-        )
+        self.guidance = Guidance.of(sampling)
+        val_guidance = Guidance.of(sampling, validation.guidance_scale)
         self.expected_sampling = {
             "train": family.effective_parameters(sampling.num_steps, *size, guidance=self.guidance),
             "validation": family.effective_parameters(
