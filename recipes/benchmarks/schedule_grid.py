@@ -16,12 +16,12 @@ from pathlib import Path
 
 import yaml
 
+from verl_digen.planner.candidates import Search
+from verl_digen.planner.catalog import Case, Testbed, read_case, read_testbed
+from verl_digen.planner.plan import plan, plan_colocated
+from verl_digen.planner.simulate import simulate
 from verl_digen.schedule.bts import search
-from verl_digen.schedule.candidates import Search
-from verl_digen.schedule.catalog import Case, Testbed, read_case, read_testbed
 from verl_digen.schedule.pipeline import BubbleCosts, start_state
-from verl_digen.schedule.plan import plan, plan_colocated
-from verl_digen.schedule.simulate import simulate
 from verl_digen.schedule.work import Pools, Replica, Schedule, TrainerPool, Workload
 
 WORKLOADS = Path(__file__).resolve().parents[1] / "workloads"

@@ -12,7 +12,7 @@ from verl_digen.bench.emulated import Plan, overrides_of, scaled, write_data
 from verl_digen.bench.predict import predict
 from verl_digen.bench.workload import compose_recipe
 from verl_digen.config.plan import resolve_plan
-from verl_digen.schedule.catalog import read_case
+from verl_digen.planner.catalog import read_case
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 

@@ -13,7 +13,7 @@ from PIL import Image
 from tests.e2e.harness import RECIPES
 from verl_digen.bench.emulated import overrides_of, scaled, write_data
 from verl_digen.bench.predict import read_measured
-from verl_digen.schedule.catalog import read_case
+from verl_digen.planner.catalog import read_case
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_digen.schedule.profile import Profile
-from verl_digen.schedule.tsp import TileBudget, cells_that_fit, plan_tiles, plan_without_tsp, split_tile, tile_rounds
-from verl_digen.schedule.work import Tile, TrainerPool
+from verl_digen.schedule.tsp import TileBudget, cells_that_fit, plan_tiles, plan_without_tsp, tile_rounds
+from verl_digen.schedule.work import TrainerPool
 
 sizes = {"samples": st.integers(1, 12), "transitions": st.integers(1, 9), "ranks": st.integers(1, 7)}
 
@@ -54,21 +54,6 @@ def test_plan_refuses_bad_input():
         plan_tiles(2, 2, ranks=1, max_cells=1, order="diagonal")
 
 
-@given(start=st.integers(0, 50), cells=st.integers(2, 40), limit=st.integers(1, 40))
-@settings(max_examples=40, deadline=None)
-def test_split_replaces_a_tile_exactly(start, cells, limit):
-    parts = split_tile(Tile(1, 2, start, start + cells), limit)
-    assert len(parts) >= 2 and all(1 <= part.cells <= max(limit, cells // 2 + cells % 2) for part in parts)
-    assert [c for part in parts for c in range(part.start, part.stop)] == list(range(start, start + cells))
-    assert all(part.cells <= limit for part in parts) or limit >= cells
-    assert {(part.rank, part.round) for part in parts} == {(1, 2)}
-
-
-def test_a_single_cell_cannot_be_split():
-    with pytest.raises(ValueError, match="1 cell .rank 0, round 3. cannot be split"):
-        split_tile(Tile(0, 3, 5, 6), 1)
-
-
 def test_cells_that_fit():
     assert cells_that_fit(10.0, 3.0) == 3
     assert cells_that_fit(-2.0, 3.0) == 0
@@ -101,6 +86,3 @@ def test_budget_ignores_partial_tiles_and_survives_out_of_memory():
     assert budget.out_of_memory(4) == 2  # memory got tighter later
     with pytest.raises(ValueError, match="1 cell does not fit"):
         TileBudget().out_of_memory(1)
-    again = TileBudget()
-    again.load_state_dict(budget.state_dict())
-    assert again == budget

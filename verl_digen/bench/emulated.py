@@ -18,7 +18,7 @@ from verl_digen.bench.digits import Plan as DigitsPlan
 from verl_digen.bench.predict import COSTS, FOLDER, predict, read_measured
 from verl_digen.bench.workload import compose_recipe
 from verl_digen.config.plan import resolve_plan
-from verl_digen.schedule.catalog import Case, read_case
+from verl_digen.planner.catalog import Case, read_case
 from verl_digen.schedule.profile import Profile
 
 TIMES = ("denoise_s", "denoise_fixed_s", "decode_s", "train_cell_s", "tile_fixed_s")

@@ -8,9 +8,9 @@ from pathlib import Path
 import yaml
 
 from verl_digen.config.plan import RunPlan
+from verl_digen.planner.simulate import Simulation, simulate
 from verl_digen.schedule.measure import Measured
 from verl_digen.schedule.profile import Profile
-from verl_digen.schedule.simulate import Simulation, simulate
 from verl_digen.schedule.work import Pools, Replica, Schedule, TrainerPool, Workload
 
 STEPS = 12

@@ -7,9 +7,9 @@ import json
 import sys
 
 from verl_digen.cli.simulate import add_workload_arguments, load_case, load_testbed
-from verl_digen.schedule.candidates import Search
-from verl_digen.schedule.catalog import Case
-from verl_digen.schedule.plan import Choice, plan
+from verl_digen.planner.candidates import Search
+from verl_digen.planner.catalog import Case
+from verl_digen.planner.plan import Choice, plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import yaml
 
+from verl_digen.planner.candidates import Search, replicas_of
+from verl_digen.planner.catalog import Case, Testbed, read_case, read_testbed
+from verl_digen.planner.disturbance import Disturbance, Failure
+from verl_digen.planner.plan import plan, plan_colocated
+from verl_digen.planner.simulate import MODES, Simulation, schedule_for, simulate
+from verl_digen.planner.timeline import draw_timeline
 from verl_digen.schedule.bts import search
-from verl_digen.schedule.candidates import Search, replicas_of
-from verl_digen.schedule.catalog import Case, Testbed, read_case, read_testbed
-from verl_digen.schedule.disturbance import Disturbance, Failure
 from verl_digen.schedule.pipeline import BubbleCosts, start_state
-from verl_digen.schedule.plan import plan, plan_colocated
 from verl_digen.schedule.profile import Profile
-from verl_digen.schedule.simulate import MODES, Simulation, schedule_for, simulate
 from verl_digen.schedule.tag import policies
-from verl_digen.schedule.timeline import draw_timeline
 from verl_digen.schedule.trace import write_chrome_trace
 from verl_digen.schedule.work import Pools, Schedule, TrainerPool
 

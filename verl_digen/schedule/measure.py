@@ -6,8 +6,6 @@ told apart once different loads have been seen; until then all of the cost grows
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from verl_digen.schedule.profile import Profile, RunningEstimate
 
 MAX_LOADS = 64
@@ -59,12 +57,6 @@ class LoadCost:
 
     def state_dict(self) -> dict:
         return {str(load): estimate.state_dict() for load, estimate in self._by_load.items()}
-
-    def load_state_dict(self, state: Mapping) -> None:
-        self._by_load = {}
-        for load, saved in state.items():
-            self._by_load[int(load)] = RunningEstimate(window=self._window)
-            self._by_load[int(load)].load_state_dict(saved)
 
 
 class Measured:
@@ -125,9 +117,3 @@ class Measured:
             "tile": self.tile.state_dict(),
             "durations": {name: estimate.state_dict() for name, estimate in self._durations.items()},
         }
-
-    def load_state_dict(self, state: Mapping) -> None:
-        self.denoise.load_state_dict(state["denoise"])
-        self.tile.load_state_dict(state["tile"])
-        for name, saved in state["durations"].items():
-            self._durations[name].load_state_dict(saved)

@@ -1,7 +1,7 @@
 """What things cost: running estimates of measured durations, and the profile that decisions read.
 
-A live run feeds :class:`RunningProfile` with measurements; every decision reads a frozen
-:class:`Profile` taken from it. The simulator starts from a given profile.
+A live run keeps running estimates (``measure``); every decision reads a frozen :class:`Profile` taken from them. The
+simulator starts from a given profile.
 """
 
 from __future__ import annotations
@@ -187,66 +187,3 @@ class RunningEstimate:
 
     def state_dict(self) -> dict:
         return {"count": self.count, "mean": self.mean, "variance": self.variance, "outliers": self.outliers}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.count = int(state["count"])
-        self.mean = float(state["mean"])
-        self.variance = float(state["variance"])
-        self.outliers = int(state["outliers"])
-        self._suspects.clear()
-
-
-class RunningProfile:
-    """A profile that learns: a running estimate per cost of :class:`Profile` and per replica speed.
-
-    Args:
-        prior: costs assumed until something is measured.
-        replicas: names of the replicas whose speeds are learned.
-    """
-
-    def __init__(self, prior: Profile, replicas: tuple[str, ...] = (), *, window: int = 32) -> None:
-        self._prior = prior
-        self._costs = {f.name: RunningEstimate(getattr(prior, f.name), window=window) for f in fields(prior)}
-        self._speeds = {name: RunningEstimate(1.0, window=window) for name in replicas}
-
-    def observe(self, cost: str, seconds: float) -> None:
-        """Measure one cost. ``ValueError`` for a name that :class:`Profile` does not have."""
-        if cost not in self._costs:
-            raise ValueError(f"profile: unknown cost {cost!r}; known: {', '.join(sorted(self._costs))}")
-        self._costs[cost].observe(seconds)
-
-    def observe_speed(self, replica: str, denoise_step_s: float) -> None:
-        """Measure a replica: seconds of one denoising step of one sample."""
-        if replica not in self._speeds:
-            raise ValueError(f"profile: unknown replica {replica!r}; known: {', '.join(sorted(self._speeds))}")
-        if denoise_step_s <= 0:
-            raise ValueError(f"profile: a denoising step of replica {replica!r} took {denoise_step_s!r} s")
-        reference = self._prior.denoise_fixed_s + self._prior.denoise_s
-        self._speeds[replica].observe(reference / denoise_step_s)
-
-    def speed(self, replica: str) -> float:
-        """Speed of a replica relative to the prior's device."""
-        return self._speeds[replica].value
-
-    def estimate(self, cost: str) -> RunningEstimate:
-        return self._costs[cost]
-
-    def snapshot(self) -> Profile:
-        """The profile as known now."""
-        values = {name: estimate.value for name, estimate in self._costs.items()}
-        values["publish_block_s"] = min(values["publish_block_s"], values["publish_s"])
-        return Profile(**values)
-
-    def state_dict(self) -> dict:
-        return {
-            "costs": {name: estimate.state_dict() for name, estimate in self._costs.items()},
-            "speeds": {name: estimate.state_dict() for name, estimate in self._speeds.items()},
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        """Restore estimates; replicas that are no longer there are dropped, new ones keep the prior."""
-        for name, saved in state["costs"].items():
-            self._costs[name].load_state_dict(saved)
-        for name, saved in state["speeds"].items():
-            if name in self._speeds:
-                self._speeds[name].load_state_dict(saved)

@@ -120,22 +120,6 @@ def plan_without_tsp(samples: int, transitions: int, *, ranks: int, max_cells: i
     return TilePlan(samples, transitions, "transition", tiles)
 
 
-def split_tile(tile: Tile, max_cells: int) -> tuple[Tile, ...]:
-    """Cut a tile that did not fit into tiles of at most ``max_cells``; they replace it in its round.
-
-    All ranks must split the same round by the same rule to keep their collectives in step.
-
-    Raises:
-        ValueError: a tile of a single cell cannot be split.
-    """
-    if tile.cells <= 1:
-        raise ValueError(f"a tile of {tile.cells} cell (rank {tile.rank}, round {tile.round}) cannot be split further")
-    if max_cells < 1:
-        raise ValueError(f"split: max_cells={max_cells} must be at least 1")
-    parts = max(2, -(-tile.cells // max_cells))
-    return tuple(Tile(tile.rank, tile.round, start, stop) for start, stop in even_cut(tile.start, tile.stop, parts))
-
-
 def cells_that_fit(free_gib: float, gib_per_cell: float) -> int:
     """Largest tile for a memory budget; 0 when not even one cell fits.
 
@@ -205,14 +189,3 @@ class TileBudget:
     def settle(self, size: int) -> None:
         """End the search at ``size``; nothing larger is tried again."""
         self.size, self.limit, self.settled = size, min(self.limit, size), True
-
-    def state_dict(self) -> dict:
-        """What to remember for the next run."""
-        times = {str(size): seconds for size, seconds in self.seconds_per_cell.items()}
-        return {"size": self.size, "limit": self.limit, "settled": self.settled, "seconds_per_cell": times}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.size = int(state["size"])
-        self.limit = int(state["limit"])
-        self.settled = bool(state["settled"])
-        self.seconds_per_cell = {int(size): float(seconds) for size, seconds in state["seconds_per_cell"].items()}

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from verl_digen.config.plan import RunPlan
+from verl_digen.planner.timeline import draw_timeline
 from verl_digen.schedule.measure import Measured
-from verl_digen.schedule.timeline import draw_timeline
 from verl_digen.schedule.trace import Trace, write_chrome_trace
 
 FOLDER = "traces"

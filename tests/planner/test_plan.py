@@ -1,24 +1,19 @@
-"""Profile estimates, workload files, the planner and the two commands."""
+"""Workload files, the planner and the two commands."""
 
 import json
-import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from verl_digen.cli.main import main
-from verl_digen.schedule.bound import lower_bound
-from verl_digen.schedule.candidates import Search
-from verl_digen.schedule.catalog import read_case, read_testbed
-from verl_digen.schedule.plan import plan, plan_colocated
-from verl_digen.schedule.profile import Profile, RunningEstimate, RunningProfile
-from verl_digen.schedule.simulate import simulate
+from verl_digen.planner.bound import lower_bound
+from verl_digen.planner.candidates import Search
+from verl_digen.planner.catalog import read_case, read_testbed
+from verl_digen.planner.plan import plan, plan_colocated
+from verl_digen.planner.simulate import simulate
+from verl_digen.schedule.profile import Profile
 from verl_digen.schedule.work import Pools, Replica, Schedule, TrainerPool, Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,67 +23,6 @@ SMALL = {
     "memory": {"rollout_gib": 20, "trainer_state_gib": 60, "cell_gib": 5},
 }
 EIGHT = {"name": "eight", "groups": [{"name": "gpu", "count": 8, "memory_gib": 24}]}
-
-
-@given(values=st.lists(st.floats(0.9, 1.1), min_size=5, max_size=40))
-@settings(max_examples=60, deadline=None)
-def test_estimate_follows_the_mean_and_variance(values):
-    estimate = RunningEstimate(window=1000)
-    for value in values:
-        estimate.observe(value)
-    mean = sum(values) / len(values)
-    assert estimate.value == pytest.approx(mean)
-    assert estimate.variance == pytest.approx(sum((v - mean) ** 2 for v in values) / len(values), abs=1e-9)
-
-
-def test_estimate_cold_start_outliers_and_level_change():
-    cold = RunningEstimate(prior=7.0)
-    assert cold.value == 7.0
-    cold.observe(1.0)
-    assert cold.value == 1.0  # one measurement outweighs the prior
-    estimate = RunningEstimate(window=8)
-    for _ in range(10):
-        estimate.observe(1.0)
-    estimate.observe(100.0)
-    assert estimate.value < 1.2 and estimate.outliers == 1
-    for _ in range(3):
-        estimate.observe(5.0)
-    assert estimate.value == pytest.approx(5.0)  # three in a row on one side are a new level
-    with pytest.raises(ValueError, match="nothing measured"):
-        _ = RunningEstimate().value
-    with pytest.raises(ValueError, match="nan"):
-        estimate.observe(math.nan)
-
-
-def test_running_profile_learns_and_resumes():
-    prior = Profile(denoise_s=1.0, train_cell_s=2.0, publish_s=1.0, publish_block_s=0.5)
-    running = RunningProfile(prior, ("fast", "slow"))
-    assert running.snapshot() == prior
-    running.observe("train_cell_s", 3.0)
-    running.observe("publish_s", 0.25)
-    running.observe_speed("slow", 2.0)
-    assert running.snapshot() == replace(prior, train_cell_s=3.0, publish_s=0.25, publish_block_s=0.25)
-    assert (running.speed("fast"), running.speed("slow")) == (1.0, 0.5)
-    other = RunningProfile(prior, ("slow",))
-    other.load_state_dict(json.loads(json.dumps(running.state_dict())))
-    assert other.snapshot() == running.snapshot() and other.speed("slow") == 0.5
-    with pytest.raises(ValueError, match="unknown cost 'train_s'"):
-        running.observe("train_s", 1.0)
-    with pytest.raises(ValueError, match="unknown replica 'x'"):
-        running.observe_speed("x", 1.0)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"denoise_s": 0.0}, "denoise_s=0.0"),
-        ({"score_s": -1.0}, "score_s=-1.0"),
-        ({"publish_block_s": 2.0}, "publish_block_s=2.0"),
-    ],
-)
-def test_profile_refuses_impossible_costs(change, message):
-    with pytest.raises(ValueError, match=message):
-        Profile(**{"denoise_s": 1.0, "train_cell_s": 1.0, **change})
 
 
 def test_workload_refuses_impossible_sizes():
@@ -329,13 +263,3 @@ def test_plan_command(files, capsys):
 def test_commands_say_what_is_wrong(files, capsys, arguments, message):
     assert main(["simulate", *files, *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_package_needs_only_the_standard_library():
-    code = (
-        "import sys, pkgutil, importlib, verl_digen.schedule as s\n"
-        "[importlib.import_module(m.name) for m in pkgutil.iter_modules(s.__path__, s.__name__ + '.')]\n"
-        "bad = {'torch', 'ray', 'verl', 'numpy', 'matplotlib', 'yaml'} & set(sys.modules)\n"
-        "sys.exit(f'imports {bad}' if bad else 0)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from verl_digen.schedule.bound import Bound, Loads, lower_bound
-from verl_digen.schedule.disturbance import Disturbance
+from verl_digen.planner.bound import Bound, Loads, lower_bound
+from verl_digen.planner.disturbance import Disturbance
+from verl_digen.planner.trainerloop import Run
 from verl_digen.schedule.profile import Profile
 from verl_digen.schedule.trace import Trace
-from verl_digen.schedule.trainerloop import Run
 from verl_digen.schedule.work import Pools, Schedule, Workload
 
 MODES = (

@@ -17,10 +17,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from verl_digen.schedule.bound import lower_bound
-from verl_digen.schedule.candidates import Candidate, Search, Space, estimate, replicas_of
-from verl_digen.schedule.catalog import Case, Testbed
-from verl_digen.schedule.simulate import Simulation, simulate
+from verl_digen.planner.bound import lower_bound
+from verl_digen.planner.candidates import Candidate, Search, Space, estimate, replicas_of
+from verl_digen.planner.catalog import Case, Testbed
+from verl_digen.planner.simulate import Simulation, simulate
 from verl_digen.schedule.tsp import cells_that_fit
 from verl_digen.schedule.work import Pools, Schedule, TrainerPool
 

@@ -1,4 +1,4 @@
-"""The discrete-event run behind :func:`verl_digen.schedule.simulate.simulate`.
+"""The discrete-event run behind :func:`verl_digen.planner.simulate.simulate`.
 
 It moves time and keeps pools busy; every decision is made by the functions a live run calls: the claim
 queue, the assembler, the ledger, the TAG policies, the tile arithmetic of the profile. The Trainer's side, which
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import heapq
 
+from verl_digen.planner.disturbance import Disturbance
 from verl_digen.schedule.assemble import GroupAssembler, Outcome
-from verl_digen.schedule.disturbance import Disturbance
 from verl_digen.schedule.gap import ClaimQueue, plan_step
 from verl_digen.schedule.profile import Profile
 from verl_digen.schedule.tcss import StaleLedger

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from verl_digen.schedule.catalog import Case, DeviceGroup, Testbed
+from verl_digen.planner.catalog import Case, DeviceGroup, Testbed
 from verl_digen.schedule.profile import Profile
 from verl_digen.schedule.tsp import cells_that_fit
 from verl_digen.schedule.work import Pools, Replica, Schedule, TrainerPool

@@ -10,15 +10,15 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from verl_digen.schedule.candidates import Search
-from verl_digen.schedule.catalog import read_case, read_testbed
-from verl_digen.schedule.disturbance import Disturbance, Failure
-from verl_digen.schedule.plan import plan_colocated
+from verl_digen.planner.candidates import Search
+from verl_digen.planner.catalog import read_case, read_testbed
+from verl_digen.planner.disturbance import Disturbance, Failure
+from verl_digen.planner.plan import plan_colocated
+from verl_digen.planner.simulate import MODES, schedule_for, simulate
+from verl_digen.planner.timeline import draw_timeline
+from verl_digen.planner.trainerloop import Run
 from verl_digen.schedule.profile import Profile
-from verl_digen.schedule.simulate import MODES, schedule_for, simulate
-from verl_digen.schedule.timeline import draw_timeline
 from verl_digen.schedule.trace import bubbles_by_cause, chrome_trace, utilisation, write_chrome_trace
-from verl_digen.schedule.trainerloop import Run
 from verl_digen.schedule.work import Pools, Replica, Schedule, TrainerPool, Workload
 
 WORKLOADS = Path(__file__).resolve().parents[2] / "recipes" / "workloads"

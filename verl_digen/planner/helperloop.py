@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from verl_digen.schedule.eventloop import GeneratorLoop
+from verl_digen.planner.eventloop import GeneratorLoop
 from verl_digen.schedule.gap import plan_step
 from verl_digen.schedule.pipeline import BubbleCosts, BubbleState
 from verl_digen.schedule.tag import bubble_costs, bubble_state, decide, may_work_ahead, worth_handing_over

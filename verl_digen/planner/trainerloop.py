@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from verl_digen.schedule.helperloop import HelperLoop
+from verl_digen.planner.helperloop import HelperLoop
 from verl_digen.schedule.work import Fragment
 
 

@@ -1,0 +1,9 @@
+"""What the decisions of ``verl_digen.schedule`` would give: simulator, lower bound, planner, pictures.
+
+Plain Python; only the pictures need matplotlib, when one is drawn.
+
+- ``simulate``, ``eventloop``, ``helperloop``, ``trainerloop``, ``disturbance`` the simulator
+- ``bound`` what no schedule can beat · ``catalog`` workload and testbed files
+- ``candidates``, ``plan`` which placement and schedule is fastest
+- ``timeline`` the picture of a trace
+"""
