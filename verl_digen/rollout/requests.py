@@ -1,4 +1,4 @@
-"""What travels between the manager, the replicas and the trainer: plain, picklable descriptions."""
+"""What travels between the manager, the replicas, the reward workers and the trainer: plain descriptions."""
 
 from __future__ import annotations
 
@@ -99,6 +99,51 @@ class SampleResult:
     replica: str
     transitions: int
     noise_hash: str
+
+
+class RolloutError(RuntimeError):
+    """Samples could not be generated or scored; the message names them, the place and the cause."""
+
+
+@dataclass
+class GroupResult:
+    """A complete group: all samples generated and scored under one version.
+
+    Attributes:
+        completed, taken: seconds since the epoch at which its last sample was scored, and at which the trainer took it.
+        staleness: versions between the step it is trained in and the one it was generated under, when it was taken.
+    """
+
+    group: PromptGroup
+    samples: list[SampleResult]
+    version: int
+    completed: float
+    taken: float = 0.0
+    staleness: int = 0
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A fragment at a reward worker; seconds since the epoch."""
+
+    fragment_id: int
+    worker: int
+    samples: int
+    started: float
+    ended: float
+
+
+@dataclass
+class Activity:
+    """What replicas and reward workers did for training samples since the last report."""
+
+    reports: list[FragmentReport] = field(default_factory=list)
+    scorings: list[Scoring] = field(default_factory=list)
+
+
+def named(samples: tuple[tuple[str, int], ...]) -> str:
+    """The first samples of a fragment, for messages."""
+    return ", ".join(f"({uid}, {j})" for uid, j in samples[:4]) + (" ..." if len(samples) > 4 else "")
 
 
 def row_key(uid: str, j: int) -> str:

@@ -128,13 +128,20 @@ class GroupAssembler:
             self._groups[uid].taken = True
         return tuple((uid, self._groups[uid].version) for uid in first)
 
+    def is_complete(self, uid: Uid) -> bool:
+        """Whether all samples of a group that is expected are scored."""
+        return self._groups[uid].complete
+
     def drop_step(self, step: int) -> None:
         """Forget a finished step. ``ValueError`` when one of its fragments was never handed out."""
-        keys = [key for key in self._missing if key[0] == step]
-        lost = [index for (_, index) in keys if (step, index) not in self._given]
+        lost = [index for of, index in self._missing if of == step and (of, index) not in self._given]
         if lost:
             raise ValueError(f"step {step} ends with {len(lost)} untrained fragments, first {lost[0]}")
-        for key in keys:
+        self.forget_step(step)
+
+    def forget_step(self, step: int) -> None:
+        """Forget a step, whatever was handed out of it; its groups are unknown from now on."""
+        for key in [key for key in self._missing if key[0] == step]:
             del self._missing[key]
             self._given.discard(key)
         self._groups = {uid: group for uid, group in self._groups.items() if group.step != step}

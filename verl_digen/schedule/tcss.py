@@ -35,16 +35,17 @@ class StaleLedger:
     Args:
         groups_per_step: P.
         max_stale_ratio: ρ, 0 (off, strictly on-policy) to 1.
+        published: versions published so far; the steps before that one are over.
     """
 
-    def __init__(self, groups_per_step: int, max_stale_ratio: float = 0.0) -> None:
+    def __init__(self, groups_per_step: int, max_stale_ratio: float = 0.0, published: int = 0) -> None:
         if groups_per_step < 1:
             raise ValueError(f"ledger: groups_per_step={groups_per_step} must be at least 1")
         if not 0.0 <= max_stale_ratio <= 1.0:
             raise ValueError(f"ledger: max_stale_ratio={max_stale_ratio} must lie between 0 and 1")
         self.groups_per_step = groups_per_step
         self.max_stale_ratio = max_stale_ratio
-        self.published = 0
+        self.published = published
         self._groups: dict[Uid, _Entry] = {}
         self._stale: dict[int, int] = {}
         self._closed: set[int] = set()
