@@ -253,8 +253,8 @@ class Run:
             ray.get([w.__ray_call__.remote(_rebuild_reward, self.config) for w in rewards.reward_loop_workers])
         ray.get([w.__ray_call__.remote(_reset, rule, plan.digen) for w in ranks])
         ray.get([s.__ray_call__.remote(_configure_sampler, plan.digen) for s in samplers])
-        self.manager.digen, self.manager.group_size = plan.digen, plan.n
         self.manager.pool.expected = trainer.expected_sampling
+        self.manager.begin(plan.digen, plan.n, trainer.get_llm_client().ledger)
         self.manager.__dict__.pop("next_group", None)
         if resumed is not None:
             trainer.load_engines(resumed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,8 +13,11 @@ import pytest
 import ray
 
 from verl_digen.config.digen import DigenConfig, FailureConfig, GapConfig, SamplingConfig
+from verl_digen.rollout.book import GroupBook, Order
 from verl_digen.rollout.manager import DiffusionRolloutManager, RolloutError, RolloutPool
-from verl_digen.rollout.requests import FragmentReport, PromptGroup
+from verl_digen.rollout.requests import VALIDATION, FragmentReport, PromptGroup
+from verl_digen.schedule.gap import plan_fragments
+from verl_digen.schedule.tcss import StaleLedger
 
 EFFECTIVE = {"num_steps": 4}
 
@@ -77,7 +81,18 @@ def groups(count=3, n=4):
 def build():
     managers = []
 
-    def make(*, replicas=1, seconds=(), behave=(), reward=None, fragment_size=2, restart=True, digen=None, **failure):
+    def make(
+        *,
+        replicas=1,
+        seconds=(),
+        behave=(),
+        reward=None,
+        rewards=(),
+        fragment_size=2,
+        restart=True,
+        digen=None,
+        **failure,
+    ):
         handles, restarts = [], []
         for rank in range(replicas):
             replica = SimpleNamespace(name=f"replica{rank}", workers=[])
@@ -90,7 +105,7 @@ def build():
             )
             handles.append(replica)
 
-        def respawn(replica):
+        def respawn(replica, worker):
             replica.workers = [FakeWorker(replica)]  # there at once, but no use before its weights are
             time.sleep(0.05)
             restarts.append(replica.name)
@@ -112,8 +127,9 @@ def build():
             restart=respawn if restart else None,
             expected={"train": EFFECTIVE, "validation": EFFECTIVE},
             reward_restart=respawn_reward,
+            ledger=StaleLedger(64),
         )
-        manager = DiffusionRolloutManager(digen, pool, [reward or FakeReward()], 4)
+        manager = DiffusionRolloutManager(digen, pool, rewards or [reward or FakeReward()], 4)
         managers.append(manager)
         return SimpleNamespace(manager=manager, replicas=handles, restarts=restarts, reward_restarts=reward_restarts)
 
@@ -122,9 +138,14 @@ def build():
         manager.close()
 
 
-def collect(manager, wanted, version=0):
-    manager.generate_sequences(wanted, version=version, training_step=1)
-    return [manager.next_group(10.0) for _ in wanted]
+def collect(manager, wanted):
+    """A step from its announcement to the publish after it."""
+    version = manager.pool.ledger.published
+    manager.generate_sequences(wanted, version=version, training_step=version + 1)
+    results = [manager.next_group(10.0) for _ in wanted]
+    with manager.publishing(version + 1):
+        pass
+    return results
 
 
 def test_every_sample_comes_once_and_groups_are_whole(build):
@@ -283,7 +304,7 @@ def test_a_dead_reward_worker_is_replaced(build):
 def test_a_wait_says_what_it_waits_for(build):
     setup = build(seconds=(5.0,), generate_timeout_s=60.0)
     setup.manager.generate_sequences(groups(1), version=0, training_step=1)
-    with pytest.raises(TimeoutError, match=r"4 samples of 1 groups: g0 \(4 of 4\)"):
+    with pytest.raises(TimeoutError, match=r"4 samples of 1 groups are missing: g0 \(4 of 4\)"):
         setup.manager.next_group(0.2)
 
 
@@ -302,9 +323,8 @@ def test_pixels_of_asked_samples_reach_the_driver(build):
 
     worker.generate = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=generate))
     scores = [{"reward_score": 0.0}, {"reward_score": 1.0}]
-    setup.manager.reward_workers = [
-        SimpleNamespace(compute_score_batch=SimpleNamespace(remote=lambda p: _later(scores)))
-    ]
+    judge = SimpleNamespace(compute_score_batch=SimpleNamespace(remote=lambda p: _later(scores)))
+    setup.manager._scorer.judges[0].worker = judge
     setup.manager.generate_sequences(groups(1, n=2), version=0, training_step=1, keep_pixels={("g0", 1)})
     setup.manager.next_group(10.0)
     assert list(setup.manager.pixels) == [("g0", 1)] and setup.manager.pixels[("g0", 1)][0] == 1.0
@@ -357,10 +377,10 @@ def test_a_replica_gets_no_work_while_it_is_being_restarted(build):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeWorker, "_generate", checked)
         setup.manager.generate_sequences(groups(3), version=0, training_step=1)
-        time.sleep(0.02)  # the only fragment has failed by now; this one finds a replica under way
-        more = [PromptGroup(**{**g.__dict__, "uid": f"late{g.uid}"}) for g in groups(3)]
+        time.sleep(0.02)  # the only fragment has failed by now; what is announced now finds a replica under way
+        more = [replace(g, uid=f"late{g.uid}", partition=VALIDATION) for g in groups(3)]
         setup.manager.generate_sequences(more, version=0, training_step=1)
-        assert len([setup.manager.next_group(10.0) for _ in range(6)]) == 6
+        assert len([setup.manager.next_group(10.0) for _ in range(3)]) == 3
     assert setup.restarts == ["replica0"] and met_unready == []
 
 
@@ -395,46 +415,41 @@ def late_report(version: int, samples) -> FragmentReport:
     )
 
 
-def expecting(setup, group: PromptGroup) -> None:
-    """The manager waits for ``group``, but no replica is asked for it."""
-    manager = setup.manager
-    asyncio.run_coroutine_threadsafe(manager._enqueue({group.uid: group}, [], set()), manager._loop).result()
+def book_of(group: PromptGroup) -> tuple[GroupBook, Order]:
+    """A book that expects one group in two fragments, and the order of the first half."""
+    book = GroupBook(StaleLedger(1), same_noise=False)
+    book.add_step(0, [group], plan_fragments([group.uid], group.n, 2), 1)
+    return book, book.claim(0)
 
 
-def test_samples_of_two_versions_never_make_a_group(build):
-    """Two halves of a group queued under versions 0 and 5, as no trainer should do."""
-    setup = build(fragment_size=4)
-    (group,) = groups(1)
-    expecting(setup, group)
-    fragment = SimpleNamespace(validate=False)
-    setup.manager._assemble(fragment, late_report(5, [("g0", 0)]), [{"reward_score": 0.0}])
+def test_samples_of_two_versions_never_make_a_group():
+    """Reports of versions 5 and 0 for one group, as no replica should give."""
+    book, order = book_of(groups(1)[0])
+    book.take_in(order, late_report(5, [("g0", 0)]), [{"reward_score": 0.0}])
     with pytest.raises(ValueError, match="carries version 0, its group version 5"):
-        setup.manager._assemble(fragment, late_report(0, [("g0", 1)]), [{"reward_score": 0.0}])
+        book.take_in(order, late_report(0, [("g0", 1)]), [{"reward_score": 0.0}])
 
 
-def test_a_sample_counts_once_and_unknown_ones_not_at_all(build):
-    setup = build(fragment_size=4)
-    (group,) = groups(1)
-    expecting(setup, group)
-    fragment = SimpleNamespace(validate=False)
+def test_a_sample_counts_once_and_unknown_ones_not_at_all():
+    book, order = book_of(groups(1)[0])
+    complete = []
     for samples, reward in (
         ([("g0", 0)], 1.0),
         ([("g0", 0), ("other", 0)], 9.0),
         ([("g0", j) for j in (1, 2, 3)], 2.0),
     ):
-        scores = [{"reward_score": reward}] * len(samples)
-        setup.manager._assemble(fragment, late_report(0, samples), scores)
-    result = setup.manager.next_group(1.0)
+        complete += book.take_in(order, late_report(0, samples), [{"reward_score": reward}] * len(samples))
+    (result,) = complete
     assert [s.reward for s in result.samples] == [1.0, 2.0, 2.0, 2.0]
-    assert not setup.manager._results and not setup.manager._groups
+    assert book.waiting_for(0).startswith("0 samples of 0 groups")
 
 
 def test_with_gap_fragments_keep_to_their_group(build):
     """Groups of 4 in fragments of 3: two of 2 each; without GAP 12 samples are cut by 3 whatever the group."""
-    manager = build(fragment_size=3).manager
-    assert [[uid for uid, _ in piece] for piece in manager._cut(groups(2))] == [["g0"] * 2] * 2 + [["g1"] * 2] * 2
+    pieces = build(fragment_size=3).manager._cut(groups(2), 0)
+    assert [[uid for uid, _ in piece.samples] for piece in pieces] == [["g0"] * 2] * 2 + [["g1"] * 2] * 2
     one_shot = build(digen=DigenConfig(sampling=SamplingConfig(batch_size=3))).manager
-    assert [len(piece) for piece in one_shot._cut(groups(2))] == [3, 3, 2]
+    assert [len(piece.samples) for piece in one_shot._cut(groups(2), 0)] == [3, 3, 2]
 
 
 def test_distillation_teachers_are_refused():

@@ -172,7 +172,9 @@ class GroupBook:
     def waiting_for(self, step: int) -> str:
         """Samples of a step that are not there yet, in words."""
         groups = self._steps[step].groups if step in self._steps else {}
-        missing = {u: g.n - len(self._results.get(u, {})) for u, g in groups.items() if not self._assembler.is_complete(u)}
+        missing = {
+            u: g.n - len(self._results.get(u, {})) for u, g in groups.items() if not self._assembler.is_complete(u)
+        }
         first = ", ".join(f"{u} ({n} of {groups[u].n})" for u, n in list(missing.items())[:4])
         return (
             f"{sum(missing.values())} samples of {len(missing)} groups are missing: {first}; "

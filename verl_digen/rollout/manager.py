@@ -73,17 +73,17 @@ class DiffusionRolloutManager:
         """What ``main_ppo`` calls; ``llm_client`` is what the trainer's ``get_llm_client`` returns."""
         if teacher_client is not None:
             raise ValueError("distillation teachers are not read by diffusion runs; set distillation.enabled=false")
-        return cls(parse_digen(config.trainer.v1.digen), llm_client, reward_loop_worker_handles)
+        group_size = config.actor_rollout_ref.rollout.n
+        return cls(parse_digen(config.trainer.v1.digen), llm_client, reward_loop_worker_handles, group_size)
 
-    def __init__(self, digen: DigenConfig, pool: RolloutPool, reward_workers: list):
-        self.digen, self.pool, self.reward_workers = digen, pool, list(reward_workers)
+    def __init__(self, digen: DigenConfig, pool: RolloutPool, reward_workers: list, group_size: int):
+        self.pool, self.reward_workers = pool, list(reward_workers)
         self.pixels: dict[tuple[str, int], Any] = {}
-        self._done: queue.Queue[tuple[GroupBook, int, GroupResult] | BaseException] = queue.Queue()
         self._tasks: set[asyncio.Task] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="digen-rollout", daemon=True)
         self._thread.start()
-        self.begin(digen, pool.ledger)
+        self.begin(digen, group_size, pool.ledger)
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -99,9 +99,10 @@ class DiffusionRolloutManager:
 
     # ---- called by the trainer -----------------------------------------------------------------------------
 
-    def begin(self, digen: DigenConfig, ledger: StaleLedger) -> None:
+    def begin(self, digen: DigenConfig, group_size: int, ledger: StaleLedger) -> None:
         """Begin a run with nothing announced; the replicas hold the version that the ledger says is published."""
-        self.digen, self.pool.ledger = digen, ledger
+        self.digen, self.group_size, self.pool.ledger = digen, group_size, ledger
+        self._done: queue.Queue[tuple[GroupBook, int, GroupResult] | BaseException] = queue.Queue()
         self._training = GroupBook(ledger, same_noise=digen.sampling.same_noise)
         self._current: tuple[GroupBook, int] = self._training, ledger.published
         self._early: dict[tuple[GroupBook, int], deque[GroupResult]] = {}
@@ -238,7 +239,7 @@ class DiffusionRolloutManager:
         """Fragments of a step: whole groups or parts of one with GAP, else equal pieces of the step."""
         uids, n = [group.uid for group in groups], groups[0].n
         if self.digen.gap.enable:
-            return plan_fragments(uids, n, self.digen.gap.fragment_size or n, step=step)
+            return plan_fragments(uids, n, self.digen.gap.fragment_size or self.group_size, step=step)
         samples = [sample for group in groups for sample in group.samples]
         size = self.digen.sampling.batch_size or math.ceil(len(samples) / len(self.pool.replicas))
         starts = range(0, len(samples), size)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import ray
@@ -36,6 +38,7 @@ from verl_digen.rollout.replica import DiffusersReplica
 from verl_digen.rollout.requests import TRAIN, PromptGroup, row_key
 from verl_digen.schedule.measure import Measured
 from verl_digen.sync.calls import results
+from verl_digen.schedule.tcss import StaleLedger
 from verl_digen.sync.publisher import PublishError
 from verl_digen.trainer import metrics as digen_metrics
 from verl_digen.trainer.about import write_about
@@ -68,6 +71,7 @@ class DigenTrainer(PPOTrainer):
         self._sync_metrics: dict[str, float] = {}
         self._times = StepTimes(started=time.time())
         self.measured = Measured()
+        self._changing_replicas = threading.Lock()  # a publish and a replacement never overlap
 
     def _build_replay_buffer(self) -> None:
         """Groups are assembled by the rollout manager, which knows their samples; there is no replay buffer."""
@@ -205,12 +209,15 @@ class DigenTrainer(PPOTrainer):
             restart=self._restart_replica if self.disaggregated else None,
             expected=self.expected_sampling,
             reward_restart=self.reward_loop_manager.restart,
+            ledger=StaleLedger(self.plan.prompts, published=self.global_steps),
         )
 
-    def _restart_replica(self, replica: DiffusersReplica) -> None:
+    def _restart_replica(self, replica: DiffusersReplica, worker) -> None:
         """Called by the rollout manager when a replica died or hangs: a new process with the current weights."""
-        self._respawn(replica)
-        self.checkpoint_manager.republish()
+        with self._changing_replicas:
+            if replica.workers[0] is worker:  # else a publish has met it as well
+                self._respawn(replica)
+                self.checkpoint_manager.republish()
 
     def _respawn(self, replica: DiffusersReplica) -> None:
         """A new process for a replica; it holds no published weights yet."""
@@ -222,7 +229,7 @@ class DigenTrainer(PPOTrainer):
     # ---- the loop's hooks ----------------------------------------------------------------------------------
 
     def on_init_end(self) -> None:
-        self._publish()
+        self._sync_metrics = self._publish()
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         """One training step under the current version; see :mod:`verl_digen.trainer.step`."""
@@ -248,7 +255,7 @@ class DigenTrainer(PPOTrainer):
 
     def on_step_end(self) -> None:
         with marked_timer("update_weights", self.timing_raw):
-            self._publish()
+            self._sync_metrics = self._publish()
         self._times.ended = time.time()  # validation comes after it
         learning = self.outcome.commits[-1]
         if not self._sync_metrics["sync/changed"] and learning["lr"] > 0 and learning["grad_norm"] > 0:
@@ -262,20 +269,27 @@ class DigenTrainer(PPOTrainer):
 
     def on_validate_begin(self) -> None:
         if self.plan.digen.ema.validate:
-            self.checkpoint_manager.update_weights(self.global_steps, averaged=True)
+            self._publish(averaged=True)
 
     def on_validate_end(self) -> None:
         if self.plan.digen.ema.validate:
-            self.checkpoint_manager.update_weights(self.global_steps)
+            self._publish()
 
-    def _publish(self) -> None:
-        """Publish the current weights; replicas that died meanwhile are replaced, a bounded number of times."""
+    def _publish(self, averaged: bool = False) -> dict[str, float]:
+        """Publish the current weights, between fragments; returns what the publisher says of it."""
+        manager = getattr(self, "agent_loop_manager", None)  # built after the first publish
+        with manager.publishing(self.global_steps, averaged=averaged) if manager else nullcontext():
+            with self._changing_replicas:
+                return self._update_weights(averaged)
+
+    def _update_weights(self, averaged: bool) -> dict[str, float]:
+        """Replicas that died meanwhile are replaced, a bounded number of times."""
         started = time.time()
         for attempt in range(self.plan.digen.failure.max_retries + 1):
             try:
-                self._sync_metrics = self.checkpoint_manager.update_weights(self.global_steps)
+                done = self.checkpoint_manager.update_weights(self.global_steps, averaged=averaged)
                 self._times.publishes.append((started, time.time()))
-                return
+                return done
             except (ray.exceptions.RayError, TimeoutError) as error:
                 if not self.disaggregated:
                     raise
