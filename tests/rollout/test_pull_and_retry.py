@@ -129,7 +129,7 @@ def build():
             reward_restart=respawn_reward,
             ledger=StaleLedger(64),
         )
-        manager = DiffusionRolloutManager(digen, pool, rewards or [reward or FakeReward()], 4)
+        manager = DiffusionRolloutManager(digen, pool, list(rewards) or [reward or FakeReward()], 4)
         managers.append(manager)
         return SimpleNamespace(manager=manager, replicas=handles, restarts=restarts, reward_restarts=reward_restarts)
 
@@ -299,6 +299,39 @@ def test_a_dead_reward_worker_is_replaced(build):
     setup = build(replicas=3, reward=FakeReward(dies))
     assert len(collect(setup.manager, groups())) == 3
     assert setup.reward_restarts == [0]  # once, however many fragments it had
+
+
+class Slow(FakeReward):
+    """Takes ``seconds`` for a fragment of the groups in ``late``, else ``quick``; several at a time."""
+
+    def __init__(self, late=(), seconds=60.0, quick=0.0):
+        super().__init__()
+        self.late, self.seconds, self.quick, self.asked = late, seconds, quick, []
+
+    async def _score(self, pixels):
+        samples = await pixels
+        self.asked.append(samples[0][0])
+        await asyncio.sleep(self.seconds if samples[0][0] in self.late else self.quick)
+        return await super()._score(pixels)
+
+
+def test_fragments_go_to_the_reward_worker_with_the_fewest_samples(build):
+    """One worker keeps a fragment for long: the others get all that comes meanwhile."""
+    judges = [Slow(late=("g0",), seconds=0.5), Slow(), Slow()]
+    setup = build(rewards=judges, fragment_size=4)
+    collect(setup.manager, groups(9))
+    asked = [len(judge.asked) for judge in judges]
+    assert sum(asked) == 9 and asked[0] == 1
+
+
+def test_a_late_fragment_does_not_take_the_scores_of_others_with_it(build):
+    """Two fragments are at the only worker when the first is late: it is started again after the second is scored."""
+    judge = Slow(late=("g0",), quick=0.5)
+    setup = build(reward=judge, fragment_size=4, seconds=(0.2,), reward_timeout_s=0.6, max_retries=1)
+    results = collect(setup.manager, groups(2))
+    assert {r.group.uid for r in results} == {"g0", "g1"}
+    assert setup.reward_restarts == [0]
+    assert judge.asked == ["g0", "g1"]  # each once; what was late is scored by the new process
 
 
 def test_a_wait_says_what_it_waits_for(build):
