@@ -22,15 +22,11 @@ from typing import Any, Protocol
 import ray
 
 from verl_digen.config.deadlines import QUEUE_DEPTH
-
 from verl_digen.rollout.book import GroupBook, Order
 from verl_digen.rollout.requests import FragmentReport, RolloutError, named
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
-
-
-
 
 
 class Replica(Protocol):

@@ -9,8 +9,8 @@ Invariants
 - Nothing waits without a deadline; after ``max_retries`` the step fails with the sample, the place and the cause (I7).
 
 What is generated next is decided in :mod:`~verl_digen.rollout.book`, who generates it in
-:mod:`~verl_digen.rollout.dispatch`, who scores it in :mod:`~verl_digen.rollout.scoring`. All three run on one event loop
-in a thread of the driver; the trainer waits on :meth:`next_group`.
+:mod:`~verl_digen.rollout.dispatch`, who scores it in :mod:`~verl_digen.rollout.scoring`. All three run on one event
+loop in a thread of the driver; the trainer waits on :meth:`next_group`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import logging
 import os
 import threading
 import time
-from pathlib import Path
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -37,8 +37,8 @@ from verl_digen.rollout.manager import RolloutPool
 from verl_digen.rollout.replica import DiffusersReplica
 from verl_digen.rollout.requests import TRAIN, PromptGroup, row_key
 from verl_digen.schedule.measure import Measured
-from verl_digen.sync.calls import results
 from verl_digen.schedule.tcss import StaleLedger
+from verl_digen.sync.calls import results
 from verl_digen.sync.publisher import PublishError
 from verl_digen.trainer import metrics as digen_metrics
 from verl_digen.trainer.about import write_about
@@ -278,9 +278,9 @@ class DigenTrainer(PPOTrainer):
     def _publish(self, averaged: bool = False) -> dict[str, float]:
         """Publish the current weights, between fragments; returns what the publisher says of it."""
         manager = getattr(self, "agent_loop_manager", None)  # built after the first publish
-        with manager.publishing(self.global_steps, averaged=averaged) if manager else nullcontext():
-            with self._changing_replicas:
-                return self._update_weights(averaged)
+        between = manager.publishing(self.global_steps, averaged=averaged) if manager else nullcontext()
+        with between, self._changing_replicas:
+            return self._update_weights(averaged)
 
     def _update_weights(self, averaged: bool) -> dict[str, float]:
         """Replicas that died meanwhile are replaced, a bounded number of times."""
