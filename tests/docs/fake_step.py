@@ -18,7 +18,7 @@ SYNC = ("sync/seconds", "sync/bytes", "sync/changed")
 
 
 def logged_names() -> list[str]:
-    from verl_digen.rollout.manager import Activity, Scoring
+    from verl_digen.rollout.requests import Activity, Scoring
     from verl_digen.trainer.metrics import step_metrics
 
     cells = {name: torch.zeros(2, 1) for name in ("mean", "mean_ref")}

@@ -9,8 +9,15 @@ import ray
 
 from verl_digen.config.digen import AlgorithmConfig, DigenConfig, GapConfig, TspConfig
 from verl_digen.config.plan import RunPlan
-from verl_digen.rollout.manager import Activity, GroupResult, RolloutError, Scoring
-from verl_digen.rollout.requests import FragmentReport, PromptGroup, SampleResult
+from verl_digen.rollout.requests import (
+    Activity,
+    FragmentReport,
+    GroupResult,
+    PromptGroup,
+    RolloutError,
+    SampleResult,
+    Scoring,
+)
 from verl_digen.sync.calls import results
 from verl_digen.trainer.metrics import step_metrics
 from verl_digen.trainer.step import StepOutcome, TrainingStep

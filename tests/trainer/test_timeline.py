@@ -11,8 +11,7 @@ import yaml
 from tests.trainer.test_step import GROUPS, make_plan, result
 from verl_digen.bench.predict import read_measured
 from verl_digen.planner.catalog import read_case
-from verl_digen.rollout.manager import Activity, Scoring
-from verl_digen.rollout.requests import FragmentReport
+from verl_digen.rollout.requests import Activity, FragmentReport, Scoring
 from verl_digen.schedule.measure import Measured
 from verl_digen.trainer.step import StepOutcome
 from verl_digen.trainer.timeline import StepTimes, bubble_metrics, learn, step_trace

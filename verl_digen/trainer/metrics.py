@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from verl_digen.config.plan import RunPlan
-from verl_digen.rollout.manager import Activity
+from verl_digen.rollout.requests import Activity
 from verl_digen.trainer.step import StepOutcome
 
 

@@ -21,8 +21,8 @@ from verl.utils.debug import marked_timer
 
 from verl_digen.config.plan import RunPlan
 from verl_digen.diffusion.advantages import ADVANTAGE_EPS, group_advantages
-from verl_digen.rollout.manager import DiffusionRolloutManager, GroupResult
-from verl_digen.rollout.requests import PromptGroup, SampleResult
+from verl_digen.rollout.manager import DiffusionRolloutManager
+from verl_digen.rollout.requests import GroupResult, PromptGroup, SampleResult
 from verl_digen.trainer.worker import TrainFragment
 from verl_digen.trainer.workgroup import TrainerGroup
 

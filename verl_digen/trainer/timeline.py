@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from verl_digen.config.plan import RunPlan
-from verl_digen.rollout.manager import Activity
+from verl_digen.rollout.requests import Activity
 from verl_digen.schedule.measure import Measured
 from verl_digen.schedule.trace import Span, Trace, bubbles_by_cause
 from verl_digen.trainer.step import StepOutcome

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_digen.rollout.manager import GroupResult
-from verl_digen.rollout.requests import VALIDATION
+from verl_digen.rollout.requests import VALIDATION, GroupResult
 
 Sample = tuple[str, int]
 
