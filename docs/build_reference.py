@@ -131,13 +131,15 @@ MODEL = {
     "lora_alpha": "LoRA scale is alpha / rank.",
     "target_modules": "List of module names that get an adapter; null takes the family's own list. "
     "Refused with rank 0.",
-    "lora_adapter_path": "Adapter to start from: a safetensors file, or a folder with `lora.safetensors` as our "
-    "checkpoints write it. Refused with rank 0.",
+    "lora_adapter_path": "Adapter to start from: a safetensors file or folder that diffusers, peft or "
+    "`verl-digen export` wrote, or a checkpoint `global_step_N`. Its rank and alpha must be the run's (a file without "
+    "alpha: alpha = rank). Refused with rank 0.",
 }
 
 READ_MEANING = {
-    "actor_rollout_ref.actor.checkpoint.save_contents*": "`hf_model` in the list: full runs also write `transformer/` "
-    "in the diffusers layout. LoRA runs always write `lora.safetensors`.",
+    "actor_rollout_ref.actor.checkpoint.save_contents*": "What a checkpoint holds: `model` (weights and EMA), "
+    "`optimizer` (its state), `extra` (LR schedule), `hf_model` (full runs: also `transformer/` as diffusers loads "
+    "it). Resuming needs the first three. LoRA runs always write `lora_adapter/` as diffusers and peft load it.",
     "actor_rollout_ref.actor.clip_ratio": "Clip range of the ratio. Log-probs are means over latent elements: use "
     "1e-5 … 1e-3.",
     "actor_rollout_ref.actor.clip_ratio_high": "Upper clip range, if it differs.",

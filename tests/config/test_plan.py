@@ -151,6 +151,10 @@ REFUSED = [
         ["backend=naive (needs digen)", "algorithm.adv_estimator=grpo (needs digen_group)"],
     ),
     (["reward.reward_manager.name=naive"], ["reward.reward_manager.name=naive (needs diffusion)"]),
+    *(
+        ([f"actor_rollout_ref.actor.checkpoint.save_contents={given}"], [f"save_contents={shown}", "hf_model"])
+        for given, shown in (("[]", "[]"), ("[model,weights]", "['model', 'weights']"))
+    ),
     (["actor_rollout_ref.model.path=nowhere"], ["actor_rollout_ref.model.path=nowhere", "no safetensors"]),
     ([f"+{D}.gap.fragmentsize=3"], [f"{D}.gap.fragmentsize", "did you mean 'fragment_size'"]),
 ]
@@ -162,6 +166,12 @@ def test_refused_with_the_numbers_and_the_option(plan, overrides, words):
         plan(*overrides)
     for word in words:
         assert word in str(error.value)
+
+
+def test_checkpoints_that_cannot_be_resumed_are_noted(plan):
+    assert plan().notes == ()
+    (note,) = plan("actor_rollout_ref.actor.checkpoint.save_contents=[model,extra]").notes
+    assert "cannot be resumed" in note and note.endswith("lacks optimizer")
 
 
 def test_weights_in_another_format_are_refused(tmp_path, digits_dir):

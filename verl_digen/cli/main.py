@@ -14,6 +14,7 @@ import sys
 COMMANDS = {
     "doctor": "versions, devices, what is registered with veRL, what is missing and how to get it",
     "prepare": "write the digits model and its prompt files; rebuild the shipped weights",
+    "export": "a checkpoint's weights as stock diffusers and peft load them",
     "plan": "search pool split, fragment and tile size, policy for a workload",
     "simulate": "run the schedule of a workload in the discrete-event simulator",
     "bench": "measure the live modes against a bare loop",

@@ -19,6 +19,8 @@ from omegaconf import DictConfig
 from verl_digen.config.deadlines import Deadlines
 from verl_digen.config.digen import PREFIX, DigenConfig, parse_digen
 
+RESUME_NEEDS = ("model", "optimizer", "extra")  # of actor.checkpoint.save_contents
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
@@ -136,6 +138,7 @@ def resolve_plan(config: DictConfig) -> RunPlan:
     samples = prompts * rollout.n
     kl_beta = actor.kl_loss_coef if actor.use_kl_loss else 0.0
     notes, one_shot = _one_shot(digen, kl_beta)
+    notes += _checkpoint_notes(config)
     parameters, size = transformer_size(config.actor_rollout_ref.model.path)
     _check_files(config)
     clip_low = actor.clip_ratio_low if actor.clip_ratio_low is not None else actor.clip_ratio
@@ -184,6 +187,20 @@ def _one_shot(digen: DigenConfig, kl_beta: float) -> tuple[tuple[str, ...], bool
             True,
         )
     return (), not digen.gap.enable
+
+
+def _checkpoint_notes(config: DictConfig) -> tuple[str, ...]:
+    """A note if no run can go on from this run's checkpoints; unknown contents are an error."""
+    option = "actor_rollout_ref.actor.checkpoint.save_contents"
+    contents = list(config.actor_rollout_ref.actor.checkpoint.save_contents)
+    known = (*RESUME_NEEDS, "hf_model")
+    unknown = [name for name in contents if name not in known]
+    if unknown or not contents:
+        raise ValueError(f"{option}={contents}: choose one or more of {', '.join(known)}")
+    lacking = [name for name in RESUME_NEEDS if name not in contents]
+    if not lacking:
+        return ()
+    return (f"a run cannot be resumed from its checkpoints: {option} lacks {', '.join(lacking)}",)
 
 
 def _replicas(config: DictConfig, digen: DigenConfig, trainer_ranks: int) -> int:

@@ -1,39 +1,36 @@
 """Checkpoints of the engine: tensors as safetensors through torch's distributed checkpoint, the rest as JSON.
 
-Nothing is pickled and nothing is unpickled. A checkpoint written by W ranks loads on any number of ranks. Folder::
+Nothing is pickled and nothing is unpickled. A checkpoint written by W ranks loads on any number of ranks. What is in
+it follows ``actor_rollout_ref.actor.checkpoint.save_contents``::
 
-    weights/*.safetensors   model.<name>, optim.<state>.<name>, ema.<name> (each rank its shards)
-    state.json              LR schedule, optimizer hyperparameters and step counts, EMA count, ranks, dtype
-    lora.safetensors        LoRA runs: the whole adapter, for use elsewhere
-    transformer/            full runs with ``hf_model`` in actor.checkpoint.save_contents: diffusers layout
+    state.json              always: what the checkpoint holds, ranks, dtype, model folder, LoRA rank and alpha
+    weights/*.safetensors   each rank its shards
+        model.<name>, ema.<name>     with ``model``
+        optim.<state>.<name>         with ``optimizer``; hyperparameters and step counts are in state.json
+    (in state.json)         LR schedule, with ``extra``
+    lora_adapter/           LoRA runs, always: the adapter as diffusers and peft load it
+    transformer/            full runs, with ``hf_model``: the transformer as diffusers loads it
+
+Resuming needs ``model``, ``optimizer`` and ``extra``.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+from verl_digen.config.plan import RESUME_NEEDS
+from verl_digen.engine.export import write_transformer
+from verl_digen.models.adapter import CHECKPOINT_FOLDER, save_adapter
+from verl_digen.models.lora import ADAPTER
+
 STATE_FILE = "state.json"
-
-
-def load_tensors(path: str | os.PathLike) -> dict[str, torch.Tensor]:
-    """Tensors of a safetensors file, or of ``lora.safetensors`` in a folder.
-
-    Raises:
-        ValueError: no such file.
-    """
-    path = Path(path)
-    file = path / "lora.safetensors" if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(f"{file} does not exist; expected a safetensors file")
-    return load_file(file)
+WEIGHTS = "weights"
 
 
 def _optimizer_tensors(engine) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -58,35 +55,40 @@ def _model_tensors(engine) -> dict[str, torch.Tensor]:
 def save_engine(engine, path: str) -> None:
     """Write a checkpoint of ``engine``; every rank calls it, and it returns when all have written."""
     folder = Path(path)
+    contents = list(engine.checkpoint_config.save_contents)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    optimizer, scalars = _optimizer_tensors(engine)
-    weights = folder / "weights"
-    dcp.save(
-        _model_tensors(engine) | optimizer,
-        storage_writer=dcp.HuggingFaceStorageWriter(str(weights), save_distributed=True),
-    )
+    optimizer, scalars = _optimizer_tensors(engine) if "optimizer" in contents else ({}, {})
+    tensors = (_model_tensors(engine) if "model" in contents else {}) | optimizer
+    if tensors:
+        writer = dcp.HuggingFaceStorageWriter(str(folder / WEIGHTS), save_distributed=True)
+        dcp.save(tensors, storage_writer=writer)
     if dist.get_rank() == 0:
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
         state = {
+            "contents": contents,
             "ranks": dist.get_world_size(),
             "dtype": str(engine.master_dtype),
+            "model": str(engine.family.path.resolve()),
+            "part": engine.family.transformer_part,
             "lora": _lora(engine),
-            "optimizer_tensors": sorted(optimizer),
-            "optimizer_scalars": scalars,
-            "param_groups": groups,
-            "lr_scheduler": engine.lr_scheduler.state_dict(),
             "ema_commits": engine.ema.commits if engine.ema is not None else None,
         }
+        if "optimizer" in contents:
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
+            state |= {"optimizer_tensors": sorted(optimizer), "optimizer_scalars": scalars, "param_groups": groups}
+        if "extra" in contents:
+            state["lr_scheduler"] = engine.lr_scheduler.state_dict()
         (folder / STATE_FILE).write_text(json.dumps(state, default=_plain))
-    _export(engine, folder)
+    _export(engine, folder, contents)
     dist.barrier()
 
 
-def _lora(engine) -> list[int]:
-    """Adapter tensors and alpha; both 0 without LoRA. The rank is in the tensors' shapes."""
-    return [engine.lora_bound, engine.model_config.lora_alpha] if engine.lora_bound else [0, 0]
+def _lora(engine) -> dict[str, int]:
+    """Adapter tensors, rank and alpha; all 0 without LoRA."""
+    config = engine.model_config
+    rank, alpha = (config.lora_rank, config.lora_alpha) if engine.lora_bound else (0, 0)
+    return {"tensors": engine.lora_bound, "rank": rank, "alpha": alpha}
 
 
 def _plain(value):
@@ -97,9 +99,8 @@ def _plain(value):
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
-def _export(engine, folder: Path) -> None:
-    """The trained weights in a form that other programs load."""
-    contents = engine.checkpoint_config.save_contents
+def _export(engine, folder: Path, contents: list[str]) -> None:
+    """The trained weights in the form that other programs load, gathered on the first rank."""
     if not engine.lora_bound and "hf_model" not in contents:
         return
     whole = {}
@@ -107,35 +108,53 @@ def _export(engine, folder: Path) -> None:
         value = parameter.detach()
         value = value.full_tensor() if isinstance(value, DTensor) else value
         if dist.get_rank() == 0:
-            whole[name] = value.cpu().contiguous()
+            whole[name] = value.cpu()
     if dist.get_rank():
         return
+    model, part = engine.family.path, engine.family.transformer_part
     if engine.lora_bound:
-        save_file(whole, folder / "lora.safetensors")
+        config = engine.module.peft_config[ADAPTER]
+        save_adapter(folder / CHECKPOINT_FOLDER, model, whole, config, part=part)
     else:
-        target = folder / "transformer"
-        target.mkdir(exist_ok=True)
-        save_file(whole, target / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
-        engine.module.save_config(target)
+        buffers = {name: buffer.cpu() for name, buffer in engine.module.named_buffers()}
+        write_transformer(folder / "transformer", model, whole, buffers, part=part)
+
+
+def read_state(folder: Path) -> dict:
+    """``state.json`` of a checkpoint.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    if not (folder / STATE_FILE).is_file():
+        raise ValueError(f"{folder} holds no complete checkpoint ({STATE_FILE} is missing)")
+    return json.loads((folder / STATE_FILE).read_text())
 
 
 def load_engine(engine, path: str) -> None:
     """Restore what :func:`save_engine` wrote.
 
     Raises:
-        ValueError: no checkpoint there, or one of another kind (dtype, LoRA, EMA).
+        ValueError: no checkpoint there, one without what a resumed run needs, or one of another kind (dtype, LoRA,
+            EMA).
     """
     folder = Path(path)
-    if not (folder / STATE_FILE).is_file():
-        raise ValueError(f"{folder} holds no complete checkpoint ({STATE_FILE} is missing)")
-    state = json.loads((folder / STATE_FILE).read_text())
+    state = read_state(folder)
+    missing = [name for name in RESUME_NEEDS if name not in state["contents"]]
+    if missing:
+        raise ValueError(
+            f"checkpoint {folder} was written with actor_rollout_ref.actor.checkpoint.save_contents="
+            f"{state['contents']} and lacks {missing}, which a resumed run needs. Its weights start a new run "
+            "(trainer.resume_mode=disable) as actor_rollout_ref.model.lora_adapter_path, or exported with `verl-digen "
+            "export` as actor_rollout_ref.model.path"
+        )
     ema_here, ema_there = engine.ema is not None, state["ema_commits"] is not None
     asked = (str(engine.master_dtype), _lora(engine), ema_here)
     found = (state["dtype"], state["lora"], ema_there)
     if asked != found:
         raise ValueError(
-            f"checkpoint {folder} was written with (dtype, [LoRA tensors, alpha], EMA) = {found}, this run has "
-            f"{asked}; change trainer.v1.digen.arithmetic, actor_rollout_ref.model.lora_rank or lora_alpha, or "
+            f"checkpoint {folder} was written with (dtype, LoRA, EMA) = {found}, this run has {asked}; change "
+            "trainer.v1.digen.arithmetic, actor_rollout_ref.model.lora_rank or lora_alpha, or "
             "trainer.v1.digen.ema.enable, or start with trainer.resume_mode=disable"
         )
     if state["optimizer_tensors"] or state["optimizer_scalars"]:
@@ -148,7 +167,7 @@ def load_engine(engine, path: str) -> None:
         )
     dcp.load(
         _model_tensors(engine) | optimizer,
-        storage_reader=dcp.HuggingFaceStorageReader(str(folder / "weights")),
+        storage_reader=dcp.HuggingFaceStorageReader(str(folder / WEIGHTS)),
     )
     for group, saved in zip(engine.optimizer.param_groups, state["param_groups"], strict=True):
         group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})

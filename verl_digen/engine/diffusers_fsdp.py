@@ -25,6 +25,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl_digen.config.digen import DigenConfig
 from verl_digen.engine.ema import ParameterEMA
 from verl_digen.engine.gathers import GatherLog
+from verl_digen.models.adapter import load_adapter
 from verl_digen.models.family import family_for
 from verl_digen.models.lora import adapter_disabled, add_lora
 
@@ -117,28 +118,17 @@ class DiffusersFSDPEngine(FSDPEngine):
                 seed=self.seed,
             )
             if self.model_config.lora_adapter_path:
-                self._load_adapter(module, self.model_config.lora_adapter_path)
+                load_adapter(
+                    module,
+                    self.model_config.lora_adapter_path,
+                    rank=self.model_config.lora_rank,
+                    alpha=self.model_config.lora_alpha,
+                )
         else:
             module.requires_grad_(True)
         if self.model_config.enable_gradient_checkpointing:
             module.enable_gradient_checkpointing()
         return module
-
-    @staticmethod
-    def _load_adapter(module: torch.nn.Module, path: str) -> None:
-        from verl_digen.engine.checkpoint import load_tensors
-
-        tensors = load_tensors(path)
-        own = {name: p for name, p in module.named_parameters() if "lora_" in name}
-        if set(tensors) != set(own):
-            raise ValueError(
-                f"actor_rollout_ref.model.lora_adapter_path={path}: {len(set(tensors) & set(own))} of {len(own)} "
-                f"adapter tensors found by name, {len(set(tensors) - set(own))} unknown; rank and target_modules "
-                "must be those the adapter was trained with"
-            )
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(tensors[name])
 
     def _wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         parameters_dtype = {p.dtype for p in module.parameters() if p.is_floating_point()}

@@ -92,8 +92,8 @@ def _missing_files(folder: Path, part: str) -> list[str]:
     return missing
 
 
-def load_part(path: str | Path, part: str, *, dtype: torch.dtype | None = None) -> Any:
-    """One part of a model folder, built by the class that ``model_index.json`` names, through its ``from_pretrained``.
+def part_class(path: str | Path, part: str) -> type:
+    """The class that ``model_index.json`` names for a part.
 
     Raises:
         ValueError: the index does not name the part, or names a class that is not of diffusers or transformers.
@@ -109,9 +109,19 @@ def load_part(path: str | Path, part: str, *, dtype: torch.dtype | None = None) 
     if cls is None:
         version = importlib.import_module(library).__version__
         raise ValueError(f"part {part!r} of {path} is a {class_name}, which {library} {version} does not have")
+    return cls
+
+
+def load_part(path: str | Path, part: str, *, dtype: torch.dtype | None = None) -> Any:
+    """One part of a model folder, built by the class that ``model_index.json`` names, through its ``from_pretrained``.
+
+    Raises:
+        ValueError: as :func:`part_class`.
+    """
+    cls = part_class(path, part)
     options: dict[str, Any] = {"subfolder": part, "local_files_only": True}
     if not part.startswith(("scheduler", "tokenizer")):
         options["use_safetensors"] = True
         if dtype is not None:
-            options["dtype" if library == "transformers" else "torch_dtype"] = dtype
+            options["dtype" if cls.__module__.startswith("transformers.") else "torch_dtype"] = dtype
     return cls.from_pretrained(str(path), **options)

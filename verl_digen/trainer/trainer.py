@@ -32,6 +32,7 @@ from verl_digen.config.unread import check_unread
 from verl_digen.data.prompts import PromptDataset, batch_indices, group_uid
 from verl_digen.diffusion.losses import FlowGRPOConfig
 from verl_digen.engine.transaction import StepRule
+from verl_digen.models.adapter import check_adapter
 from verl_digen.models.family import Guidance, family_for
 from verl_digen.rollout.manager import RolloutPool
 from verl_digen.rollout.replica import DiffusersReplica
@@ -126,6 +127,8 @@ class DigenTrainer(PPOTrainer):
         self.model_config = omega_conf_to_dataclass(model)
         family_cls = family_for(self.model_config.path, model.family)
         family_cls.check_parts(self.model_config.path)
+        if model.lora_adapter_path:
+            check_adapter(model.lora_adapter_path, rank=model.lora_rank, alpha=model.lora_alpha)
         import torch
 
         family = family_cls(self.model_config.path, dtype=getattr(torch, model.dtype))
