@@ -52,6 +52,7 @@ DIGEN = {
     "without guidance.",
     "sampling.embedded_guidance": "Guidance that a distilled model takes as an input (FLUX.1-dev, HunyuanVideo).",
     "sampling.split_cfg": "Guidance by two forwards instead of one twice as large, for less memory.",
+    "sampling.shift": "Shift of the schedule; null takes the model's own. Refused where it depends on the resolution.",
     "sampling.height": "Pixels; null takes the model's own size.",
     "sampling.width": "Pixels; null takes the model's own size.",
     "sampling.num_frames": "Frames; null takes the model's own. Image families make 1.",

@@ -220,6 +220,18 @@ def test_sizes_that_cannot_be_made_are_refused(family, case):
             family.check_size(*size)
 
 
+def test_shift_of_the_request_replaces_the_models_own(path, case):
+    family = family_for(path)(path)
+    family.shift = 5.0
+    if case.name in ("flux", "qwen_image"):
+        with pytest.raises(ValueError, match="sampling.shift=5: the schedule .* takes its shift from the resolution"):
+            family.sigmas(4, *case.size)
+        return
+    assert family.effective_parameters(4, *case.size, guidance=case.guidance)["shift"] == 5.0
+    sigmas = family.sigmas(4, *case.size)
+    assert (sigmas[1:-1] != family_for(path)(path).sigmas(4, *case.size)[1:-1]).all()
+
+
 def test_effective_parameters_are_plain_and_complete(family, transformer, case):
     echo = family.effective_parameters(4, *case.size, guidance=case.guidance, transformer=transformer)
     assert json.loads(json.dumps(echo)) == echo

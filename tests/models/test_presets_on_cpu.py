@@ -63,7 +63,7 @@ def family(name, model, tmp_path):
     index["scheduler"] = ["diffusers", scheduler["_class_name"]]
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": cls.pipeline_classes[0], **index}))
     family = object.__new__(cls)  # its constructor wants weights
-    family.path = tmp_path
+    family.path, family.shift = tmp_path, None
     return family
 
 

@@ -1,13 +1,12 @@
 """Every model recipe composes, is accepted by the plan and sets nothing that a diffusion run does not read (I10).
 
-Its ``???`` values are filled with a tiny SD3 transformer and small prompt files. What is not covered: the memory that a
-recipe needs on a real device, and whether it learns.
+Its ``???`` values are filled with a tiny model of its family and small prompt files. What is not covered: the memory
+that a recipe needs on a real device, and whether it learns.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 from functools import cache
 from pathlib import Path
 
@@ -29,40 +28,28 @@ MANDATORY = {
 }
 
 
+FAMILY = {"sd35": "sd3", "flux": "flux", "qwen": "qwen_image", "wan21": "wan", "hunyuanvideo": "hunyuan_video"}
+
+
+def family_of(name: str) -> str:
+    """Model family of a recipe, by the first word of its name."""
+    return FAMILY[name.split("_")[0]]
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, Path]:
-    """A folder that the plan takes for SD3.5 (index, a tiny transformer, schedule), prompts, and a reward file."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
-
+    """Prompts, a reward file, and under ``models`` a tiny model of every family."""
     from verl_digen.data.digits import write_digits_prompts
+    from verl_digen.models.tiny import build_tiny, tiny_families
 
     folder = tmp_path_factory.mktemp("recipes")
-    model = folder / "model"
-    SD3Transformer2DModel(
-        sample_size=64,
-        patch_size=2,
-        in_channels=16,
-        num_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        joint_attention_dim=32,
-        caption_projection_dim=32,
-        pooled_projection_dim=32,
-        out_channels=16,
-        pos_embed_max_size=64,
-    ).save_pretrained(model / "transformer")
-    FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(model / "scheduler")
-    index = {
-        "_class_name": "StableDiffusion3Pipeline",
-        "transformer": ["diffusers", "SD3Transformer2DModel"],
-        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-    }
-    (model / "model_index.json").write_text(json.dumps(index))
     prompts = write_digits_prompts(folder)
     reward = folder / "reward.py"
     reward.write_text("def score(images, prompt, ground_truth, extra):\n    return {'score': 0.0}\n")
+    for family in tiny_families():
+        build_tiny(family, folder / "models" / family)
     return {
-        "model_dir": model,
+        "model_dir": folder / "models",
         "train_files": prompts["train"],
         "val_files": prompts["val"],
         "reward_file": reward,
@@ -73,7 +60,8 @@ def files(tmp_path_factory) -> dict[str, Path]:
 def composed(name: str, *overrides: str) -> DictConfig:
     """The recipe as ``main_ppo --config-dir recipes --config-name NAME`` composes it."""
     with initialize_config_dir(config_dir=str(RECIPES), version_base=None):
-        return compose(name, overrides=["hydra.searchpath=[pkg://verl.trainer.config]", *overrides])
+        searched = "hydra.searchpath=[pkg://verl.trainer.config,pkg://verl_digen.config]"
+        return compose(name, overrides=[searched, *overrides])
 
 
 @pytest.fixture
@@ -84,7 +72,7 @@ def filled(files):
         config = copy.deepcopy(composed(name, *overrides))
         for key, path in files.items():
             if key != without:
-                config.recipe[key] = str(path)
+                config.recipe[key] = str(path / family_of(name) if key == "model_dir" else path)
         with open_dict(config):
             config.transfer_queue.enable = True  # as main_ppo does before it builds the trainer
         OmegaConf.resolve(config)
@@ -108,14 +96,34 @@ def test_recipe_is_accepted(name, filled):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_recipe_has_a_model_family(name, filled):
-    """Only pipelines that a family covers; the size that the recipe asks for is one that SD3.5 medium can make."""
-    from verl_digen.models.family import family_for
+def test_recipe_fits_its_published_model(name, filled):
+    """Size, guidance and shift that the recipe asks for are ones that the family takes."""
+    from verl_digen.models.family import Guidance, family_for
 
     config = filled(name)
-    assert family_for(config.actor_rollout_ref.model.path).name == "sd3"
-    sampling = config.trainer.v1.digen.sampling
+    path, sampling = config.actor_rollout_ref.model.path, config.trainer.v1.digen.sampling
+    cls = family_for(path)
+    assert cls.name == family_of(name)
+    family = cls(path)
+    family.shift = sampling.shift
+    plan = resolve_plan(config)
+    assert family.sigmas(sampling.num_steps, 32, 32, 5 if sampling.num_frames else 1)[-1] == 0
+    family.check_guidance(Guidance.of(plan.digen.sampling))
     assert sampling.height % 16 == 0 and sampling.width % 16 == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipe_is_accepted_in_tiny(name, filled):
+    """`+scale=tiny` changes sizes and devices, and nothing of the algorithm."""
+    config, tiny = filled(name), filled(name, "+scale=tiny")
+    check_unread(tiny)
+    plan, small = resolve_plan(config), resolve_plan(tiny)
+    assert tiny.trainer.device == "cpu" and small.samples == 8 and small.trainer_ranks == 2
+    for what in ("loss", "clip_low", "clip_high", "kl_beta", "lora_rank", "one_shot", "transitions"):
+        assert getattr(small, what) == getattr(plan, what), what
+    for what in ("kind", "eta", "guidance_scale", "guidance_rescale", "embedded_guidance", "shift", "selection"):
+        assert getattr(small.digen.sampling, what) == getattr(plan.digen.sampling, what), what
+    assert small.digen.placement == plan.digen.placement and small.digen.tsp.enable == plan.digen.tsp.enable
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -149,6 +157,13 @@ def test_recipe_states_its_source_and_that_it_was_not_run(name):
         ("sd35_medium_flow_grpo_disaggregated", (48, 24, 24, 9, 4, 4, 1e-4, 0.04)),
         ("sd35_medium_flow_grpo_fast", (48, 24, 24, 3, 8, 8, 1e-5, 0.0)),
         ("sd35_medium_verl_omni", (8, 8, 4, 3, 2, 2, 1e-5, 0.0)),
+        ("sd35_large_flow_grpo", (48, 24, 24, 9, 4, 4, 1e-4, 0.04)),
+        ("flux_dev_flow_grpo", (32, 24, 32, 5, 4, 4, 1e-4, 0.0)),
+        ("qwen_image_flow_grpo", (32, 16, 32, 2, 8, 8, 1e-5, 0.0)),
+        ("qwen_image_full", (32, 16, 16, 2, 16, 16, 1e-5, 0.0)),
+        ("wan21_1_3b_flow_grpo", (32, 4, 32, 19, 4, 4, 1e-3, 0.004)),
+        ("wan21_14b_dance_grpo", (16, 24, 16, 11, 16, 16, 1e-4, 0.0)),
+        ("hunyuanvideo_dance_grpo", (16, 24, 16, 9, 16, 16, 1e-4, 0.0)),
     ],
 )
 def test_sizes(name, sizes, filled):

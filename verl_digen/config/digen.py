@@ -65,6 +65,7 @@ class SamplingConfig:
     guidance_rescale: bool = False
     embedded_guidance: float | None = None
     split_cfg: bool = False
+    shift: float | None = None
     height: int | None = None
     width: int | None = None
     num_frames: int | None = None
@@ -76,7 +77,7 @@ class SamplingConfig:
         _choice("sampling.kind", self.kind, KERNELS)
         _positive("sampling.num_steps", self.num_steps)
         _positive("sampling.eta", self.eta)
-        for name in ("height", "width", "num_frames", "batch_size"):
+        for name in ("shift", "height", "width", "num_frames", "batch_size"):
             _positive(f"sampling.{name}", getattr(self, name), optional=True)
         if self.split_cfg and self.guidance_scale == 1.0:
             raise ValueError(f"{PREFIX}.sampling.split_cfg=true is not read with guidance_scale=1.0 (no guidance)")

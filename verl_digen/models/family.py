@@ -139,6 +139,7 @@ class ModelFamily(ABC):
     Attributes:
         compute_dtype: dtype of the transformer's inputs; None takes that of its parameters. Needed when the
             parameters are kept in another dtype than the forward runs in (FSDP2 mixed precision).
+        shift: of the schedule, in place of the one in the model folder (None: that one); set before the first sigmas.
     """
 
     name: ClassVar[str]
@@ -157,6 +158,7 @@ class ModelFamily(ABC):
         self.device = torch.device(device)
         self.compute_dtype: torch.dtype | None = None
         self.attention_backend: str | None = None
+        self.shift: float | None = None
         self.check_parts(self.path, need=(self.transformer_part, "scheduler"))
 
     # ---- loading -------------------------------------------------------------------------------------------
@@ -316,8 +318,21 @@ class ModelFamily(ABC):
 
     @cached_property
     def scheduler(self) -> Any:
-        """The pipeline's own scheduler object. Its state is that of the last call of :meth:`sigmas`."""
-        return load_part(self.path, "scheduler")
+        """The pipeline's own scheduler object. Its state is that of the last call of :meth:`sigmas`.
+
+        Raises:
+            ValueError: another ``shift`` is asked for, and the schedule takes its shift from the resolution.
+        """
+        scheduler = load_part(self.path, "scheduler")
+        if self.shift is not None:
+            if scheduler.config.get("use_dynamic_shifting"):
+                raise ValueError(
+                    f"trainer.v1.digen.sampling.shift={self.shift:g}: the schedule of {self.path} takes its shift from "
+                    "the resolution; set it to null"
+                )
+            option = "flow_shift" if "flow_shift" in scheduler.config else "shift"
+            scheduler = type(scheduler).from_config({**scheduler.config, option: self.shift})
+        return scheduler
 
     @property
     def num_train_timesteps(self) -> int:

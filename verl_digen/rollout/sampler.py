@@ -72,6 +72,7 @@ class Sampler:
         self.family = family_for(self.model.path, self.model.family)(
             self.model.path, dtype=self.dtype, device=self.device
         )
+        self.family.shift = self.digen.sampling.shift
         self.transformer = self.family.load_transformer(attention_backend=self.model.attention_backend)
         self.family.load_conditioner()
         self.lora_bound = 0

@@ -133,6 +133,7 @@ class DigenTrainer(PPOTrainer):
 
         family = family_cls(self.model_config.path, dtype=getattr(torch, model.dtype))
         family.attention_backend = model.attention_backend
+        family.shift = digen.sampling.shift
         sampling, validation = digen.sampling, digen.validation
         size = [
             asked if asked is not None else default
