@@ -218,7 +218,7 @@ def test_the_example_family_runs(tmp_path):
     from verl_digen.models.digits import ASSETS
 
     block = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "adding-a-model-family.md").read_text(), re.S)[1]
-    known = dict(families._FAMILIES)
+    known = families.available_families()
     try:
         scope: dict = {"__name__": "example_family"}
         exec(block, scope)
