@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 import threading
 
 import numpy as np
@@ -100,6 +102,18 @@ async def fail_async(**_):
     raise TimeoutError("no answer in 5 s")
 
 
+def stop(**_):
+    raise StopIteration
+
+
+async def exit_async(**_):
+    sys.exit(3)
+
+
+async def cancel_async(**_):
+    raise asyncio.CancelledError
+
+
 @pytest.mark.parametrize(
     ("function", "cause"),
     [
@@ -112,6 +126,10 @@ async def fail_async(**_):
         (lambda **_: None, "score None"),
         (lambda **_: "0.5", "score '0.5'"),
         (lambda **_: np.zeros(2), "score array"),
+        (lambda **_: sys.exit("enough"), "SystemExit: enough"),
+        (stop, "StopIteration"),
+        (exit_async, "SystemExit: 3"),
+        (cancel_async, "CancelledError"),
     ],
 )
 def test_a_failure_is_an_error_that_names_reward_and_sample(function, cause):
@@ -126,6 +144,50 @@ def test_numbers_of_numpy_and_torch_are_scores():
     for value in (np.float32(0.5), torch.tensor(0.5), np.array(0.5), 0.5):
         result = score(manager(compute_score=lambda value=value, **_: value, path="file.py", name="f"))
         assert result["reward_score"] == 0.5 and type(result["reward_score"]) is float
+
+
+def test_what_a_reward_reports_is_of_pythons_types():
+    reported = {
+        "score": 1.0,
+        "acc": np.float32(1.0),
+        "right": np.bool_(True),
+        "count": np.int64(3),
+        "margin": torch.tensor(0.5),
+        "logits": np.arange(3),
+        "boxes": [np.arange(2), {"label": np.str_("seven")}],
+        "text": "seven",
+        "nothing": None,
+        "raw": b"7",
+        4: 4,
+    }
+    info = score(manager(compute_score=lambda **_: reported, path="file.py", name="f"))["reward_extra_info"]
+    expected = {
+        "reward/custom": 1.0,
+        "acc": 1.0,
+        "right": True,
+        "count": 3,
+        "margin": 0.5,
+        "logits": [0, 1, 2],
+        "boxes": [[0, 1], {"label": "seven"}],
+        "text": "seven",
+        "nothing": None,
+        "raw": "b'7'",
+        "4": 4,
+    }
+    assert json.loads(json.dumps(info)) == expected
+    assert [type(info[name]) for name in ("acc", "right", "count", "margin")] == [float, bool, int, float]
+
+
+def test_a_key_named_reward_leaves_the_name_to_the_sum():
+    result = score(manager(compute_score=lambda **_: {"score": 1.0, "reward": 9.0}, path="file.py", name="f"))
+    assert result["reward_score"] == 1.0
+    assert result["reward_extra_info"] == {"reward/custom": 1.0, "custom/reward": 9.0}
+
+
+def test_a_file_that_exits_when_it_is_imported_is_named(tmp_path):
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ValueError, match="reward 'mine': .*leaves.py calls sys.exit"):
+        manager({"mine": {"path": str(tmp_path / "leaves.py")}})
 
 
 def test_blocking_functions_do_not_block_the_loop():
@@ -148,6 +210,10 @@ def test_blocking_functions_do_not_block_the_loop():
         ({"digit_classifier": {"weight": "heavy"}}, "weight must be a finite number, got 'heavy'"),
         ({"mine": {"path": "/nowhere/file.py"}}, "reward 'mine': no file /nowhere/file.py"),
         ({"custom": {"name": "digit_classifier"}}, "'custom' is kept for"),
+        ({"mine": {"name": float("inf")}}, r"trainer.v1.digen.rewards.mine.name=inf is no text; put it in quotes"),
+        ({"mine": {"path": 3}}, r"rewards.mine.path=3 is no text"),
+        ({"digit_classifier": {"kwargs": [1]}}, r"rewards.digit_classifier.kwargs=\[1\] is no mapping"),
+        ({"digit_classifier": 0.5}, r"rewards.digit_classifier=0.5 is no mapping; .*weight"),
         ({}, "no reward is configured"),
     ],
 )

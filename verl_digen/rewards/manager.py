@@ -19,7 +19,8 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl_digen.rewards.functions import get_reward
 
 CUSTOM = "custom"
-_SAMPLE_FIELDS = ("pixels", "prompt", "ground_truth", "data_source", "uid", "sample")
+_OPTION = "trainer.v1.digen.rewards"
+_TAKEN = ("reward",)  # the weighted sum has this name in the validation metrics
 
 
 class RewardError(RuntimeError):
@@ -60,6 +61,8 @@ class RewardConfig:
                 function = load_extern_object(module_path=self.path, object_name=name)
             except AttributeError as error:
                 raise ValueError(f"reward {label!r}: {self.path} has no function {name!r}") from error
+            except SystemExit as error:
+                raise ValueError(f"reward {label!r}: {self.path} calls sys.exit when it is imported") from error
         return functools.partial(function, **self.kwargs) if self.kwargs else function
 
 
@@ -132,7 +135,8 @@ class DiffusionRewardManager(RewardManagerBase):
 
         Returns:
             ``reward_score``, the weighted sum, and ``reward_extra_info``: ``reward/<name>`` for every reward
-            and what the rewards report beside their score (``<name>/<key>`` where an earlier reward has that key).
+            and what the rewards report beside their score, in types of Python (``<name>/<key>`` where an earlier
+            reward has that key, or the key is ``reward``).
 
         Raises:
             RewardError: a reward raised, or gave no finite ``score``.
@@ -145,16 +149,21 @@ class DiffusionRewardManager(RewardManagerBase):
             info[f"reward/{reward.label}"] = score
         for reward, (_, extras) in zip(self.rewards, results, strict=True):
             for key, value in extras.items():
-                info[key if key not in info else f"{reward.label}/{key}"] = value
+                name = str(key)
+                while name in info or name in _TAKEN:
+                    name = f"{reward.label}/{name}"
+                info[name] = _plain(value)
         return {"reward_score": total, "reward_extra_info": info}
 
 
 def _entries(config: Any) -> dict[str, RewardConfig]:
-    node = OmegaConf.select(config, "trainer.v1.digen.rewards")
+    node = OmegaConf.select(config, _OPTION)
     plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else (node or {})
     known = set(RewardConfig.__dataclass_fields__)
     entries = {}
     for label, options in plain.items():
+        if not isinstance(options, dict | None):
+            raise ValueError(f"{_OPTION}.{label}={options!r} is no mapping; write for example {{weight: 1.0}}")
         options = {key: value for key, value in (options or {}).items() if value is not None}
         unknown = sorted(set(options) - known)
         if unknown:
@@ -163,7 +172,14 @@ def _entries(config: Any) -> dict[str, RewardConfig]:
             )
         if label == CUSTOM:
             raise ValueError("the reward name 'custom' is kept for reward.custom_reward_function; choose another")
-        entries[label] = RewardConfig(**options)
+        for key, kind, wanted in (
+            ("name", str, "text; put it in quotes"),
+            ("path", str, "text; put it in quotes"),
+            ("kwargs", dict, "mapping"),
+        ):
+            if key in options and not isinstance(options[key], kind):
+                raise ValueError(f"{_OPTION}.{label}.{key}={options[key]!r} is no {wanted}")
+        entries[str(label)] = RewardConfig(**options)
     return entries
 
 
@@ -223,17 +239,40 @@ def _read_sample(data: Any) -> _Sample:
     return _Sample(images, fields["prompt"], fields["ground_truth"], fields["data_source"], extra, where)
 
 
+def _failure(reward: _Reward, sample: _Sample, error: BaseException) -> RewardError:
+    return RewardError(f"reward {reward.label!r} failed for {sample.where}: {type(error).__name__}: {error}")
+
+
+def _call(reward: _Reward, sample: _Sample) -> Any:
+    """Call the reward, in a thread. ``sys.exit`` and ``StopIteration`` would end or hang the event loop they reach."""
+    try:
+        return reward.call(sample)
+    except BaseException as error:  # noqa: BLE001 - whatever a reward raises is reported with its sample
+        raise _failure(reward, sample, error) from error
+
+
+def _plain(value: Any) -> Any:
+    """``value`` in types of Python: scalars of numpy and torch as numbers, their arrays as lists, others as text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(inner) for inner in value]
+    if hasattr(value, "tolist"):  # a scalar gives a number
+        return value.tolist()
+    return value if isinstance(value, str | int | float | bool | None) else repr(value)
+
+
 async def _score(reward: _Reward, sample: _Sample) -> tuple[float, dict[str, Any]]:
     """Score and extras of one reward; every failure becomes a RewardError that names reward and sample."""
-    try:
-        if reward.is_async:
+    if reward.is_async:
+        try:
             result = await reward.call(sample)
-        else:
-            result = await asyncio.get_running_loop().run_in_executor(None, reward.call, sample)
-    except Exception as error:  # noqa: BLE001 - whatever a reward raises is reported with its sample
-        raise RewardError(
-            f"reward {reward.label!r} failed for {sample.where}: {type(error).__name__}: {error}"
-        ) from error
+        except GeneratorExit:  # the coroutine is thrown away
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever a reward raises is reported with its sample
+            raise _failure(reward, sample, error) from error
+    else:
+        result = await asyncio.get_running_loop().run_in_executor(None, _call, reward, sample)
     extras = dict(result) if isinstance(result, dict) else {"score": result}
     if "score" not in extras:
         raise RewardError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -57,12 +58,16 @@ def _rewards(outcome: StepOutcome) -> dict[str, float]:
     }
     extras: dict[str, list[float]] = defaultdict(list)
     for sample in outcome.samples:
-        for name, value in sample.extra.items():
-            if isinstance(value, bool | int | float):
-                extras[name].append(float(value))
+        for name, value in numbers(sample.extra).items():
+            extras[name].append(value)
     return {k: float(v) for k, v in out.items()} | {
         f"reward/extra/{name}": float(np.mean(values)) for name, values in extras.items()
     }
+
+
+def numbers(extra: dict[str, Any]) -> dict[str, float]:
+    """The numbers among what rewards reported beside the score of a sample."""
+    return {name: float(value) for name, value in extra.items() if isinstance(value, bool | int | float)}
 
 
 def merge_commits(commits: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -5,14 +5,31 @@ from __future__ import annotations
 import os
 
 import ray
+from omegaconf import DictConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.experimental.reward_loop import RewardLoopManager
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.trainer.ppo.reward import load_reward_manager
 
 from verl_digen.config.deadlines import Deadlines
 from verl_digen.config.digen import parse_digen
 from verl_digen.sync.calls import results
+
+
+def build_rewards(config: DictConfig, router_address: str | None = None) -> RewardManagerBase:
+    """The reward manager of a configuration, in a reward worker; in the driver, to see that there is one.
+
+    Raises:
+        ValueError: an unknown or unusable reward, or a file that ends the process when it is imported.
+    """
+    try:
+        return load_reward_manager(config, None, reward_router_address=router_address, reward_model_tokenizer=None)
+    except SystemExit as error:
+        raise ValueError(
+            f"reward.custom_reward_function.path={config.reward.custom_reward_function.path} calls sys.exit when it is "
+            "imported"
+        ) from error
 
 
 class DiffusionRewardLoopWorker(RewardLoopWorker):
@@ -21,9 +38,7 @@ class DiffusionRewardLoopWorker(RewardLoopWorker):
     def _init_reward_fn(self) -> None:
         self.input_tokenizer = None
         self.reward_model_tokenizer = None
-        self.reward_manager = load_reward_manager(
-            self.config, None, reward_router_address=self.reward_router_address, reward_model_tokenizer=None
-        )
+        self.reward_manager = build_rewards(self.config, self.reward_router_address)
 
     def pid(self) -> int:
         """Process id; answers when the rewards have been built."""

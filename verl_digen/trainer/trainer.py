@@ -21,11 +21,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.table import Table
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
+from verl.utils.tracking import Tracking
 
 from verl_digen.config.plan import RunPlan, resolve_plan
 from verl_digen.config.unread import check_unread
@@ -43,9 +43,10 @@ from verl_digen.sync.calls import results
 from verl_digen.sync.publisher import PublishError
 from verl_digen.trainer import metrics as digen_metrics
 from verl_digen.trainer.about import write_about
+from verl_digen.trainer.outputs import Outputs
 from verl_digen.trainer.pools import ROLLOUT_POOL, TRAINER_POOL, DigenResourcePoolManager
 from verl_digen.trainer.resume import ENGINE_FOLDER, find_checkpoint, run_state, save_run
-from verl_digen.trainer.rewards import DiffusionRewardLoopManager
+from verl_digen.trainer.rewards import DiffusionRewardLoopManager, build_rewards
 from verl_digen.trainer.startup import init_models, start_workers
 from verl_digen.trainer.step import StepOutcome, TrainingStep
 from verl_digen.trainer.timeline import StepTimes, bubble_metrics, learn, step_trace
@@ -72,7 +73,17 @@ class DigenTrainer(PPOTrainer):
         self._sync_metrics: dict[str, float] = {}
         self._times = StepTimes(started=time.time())
         self.measured = Measured()
+        self.outputs = Outputs()
         self._changing_replicas = threading.Lock()  # a publish and a replacement never overlap
+
+    @property
+    def logger(self) -> Tracking:
+        """veRL's loggers, made in ``fit``; one that fails does not end the run."""
+        return self._logger
+
+    @logger.setter
+    def logger(self, tracking: Tracking) -> None:
+        self._logger = self.outputs.guard(tracking)
 
     def _build_replay_buffer(self) -> None:
         """Groups are assembled by the rollout manager, which knows their samples; there is no replay buffer."""
@@ -85,7 +96,7 @@ class DigenTrainer(PPOTrainer):
         self._init_dataloader()
         self._init_dump_executor()
         self._check_model()
-        load_reward_manager(self.config, None)  # an unknown reward or a missing file is an error here already
+        build_rewards(self.config)  # an unknown reward or a missing file is an error here already
         resumed = self.find_checkpoint()
         write_about(self, self._print_plan())
         self._init_resource_pool_mgr()
@@ -358,12 +369,17 @@ class DigenTrainer(PPOTrainer):
         metrics.update(bubble_metrics(trace))
         every = self.plan.digen.trace.every
         if every and global_steps % every == 0:
-            write_step_trace(self, trace, global_steps)
+            with self.outputs.attempt(f"writing the timeline of step {global_steps}"):
+                write_step_trace(self, trace, global_steps)
         metrics.update(self._sync_metrics)
+        metrics.update(self.outputs.metrics())
 
     def _log_rollout_data(self, batch, timing_raw, rollout_data_dir) -> None:
         with marked_timer("dump_rollout_generations", timing_raw):
-            dump_samples(self, self.outcome.groups, rollout_data_dir)
+            with self.outputs.attempt(f"dumping the samples of step {self.global_steps} to {rollout_data_dir}"):
+                dump_samples(self, self.outcome.groups, rollout_data_dir)
+            for sample in self.outcome.samples:
+                self.agent_loop_manager.pixels.pop((sample.uid, sample.j), None)
 
     def _run_state(self) -> dict[str, Any]:
         shuffle = bool(self.config.data.get("shuffle", True))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from verl_digen.rollout.requests import VALIDATION, GroupResult
+from verl_digen.trainer.metrics import numbers
 
 Sample = tuple[str, int]
 
@@ -50,25 +50,23 @@ class Validator:
         results = [self.manager.next_group(trainer.plan.deadlines.group.seconds) for _ in groups]
         results.sort(key=lambda r: r.group.uid)
         if shown:
-            self._write_grid(results, shown)
+            with trainer.outputs.attempt(f"the sample grid of step {trainer.global_steps}"):
+                self._write_grid(results, shown)
         if dump_dir:
-            dump_samples(trainer, results, dump_dir)
+            with trainer.outputs.attempt(f"dumping the validation of step {trainer.global_steps} to {dump_dir}"):
+                dump_samples(trainer, results, dump_dir)
         for sample in everything:  # pixels of the training step are still to be dumped
             self.manager.pixels.pop(sample, None)
         return self._metrics(results)
 
     def _metrics(self, results: list[GroupResult]) -> dict[str, float]:
-        sources, uids, infos = [], [], defaultdict(list)
-        for result in results:
-            for sample in result.samples:
-                sources.append(result.group.data_source)
-                uids.append(sample.uid)
-                infos["reward"].append(sample.reward)
-                for name, value in sample.extra.items():
-                    if isinstance(value, bool | int | float):
-                        infos[name].append(float(value))
-        complete = {name: values for name, values in infos.items() if len(values) == len(uids)}
-        metrics = self.trainer._val_metrics_update(sources, uids, complete, [])
+        sources = [result.group.data_source for result in results for _ in result.samples]
+        samples = [sample for result in results for sample in result.samples]
+        values = [numbers(sample.extra) | {"reward": sample.reward} for sample in samples]
+        names = dict.fromkeys(name for row in values for name in row)
+        # veRL leaves out None: a number that only some samples report is averaged over those, by data source
+        infos = {name: [row.get(name) for row in values] for name in names}
+        metrics = self.trainer._val_metrics_update(sources, [sample.uid for sample in samples], infos, [])
         return {name: float(value) for name, value in metrics.items()}
 
     def _write_grid(self, results: list[GroupResult], shown: list[Sample]) -> None:
@@ -100,7 +98,7 @@ def draw_grid(images: list[np.ndarray], labels: list[tuple[str, float]], title: 
     columns = min(10, len(images))
     rows = -(-len(images) // columns)
     figure = Figure(figsize=(1.1 * columns, 1.35 * rows + 0.4), layout="constrained")
-    figure.suptitle(title, fontsize=9)
+    figure.suptitle(title, fontsize=9, parse_math=False)
     axes = np.atleast_1d(figure.subplots(rows, columns, squeeze=False)).ravel()
     for axis in axes:
         axis.set_axis_off()
@@ -110,7 +108,8 @@ def draw_grid(images: list[np.ndarray], labels: list[tuple[str, float]], title: 
             axis.imshow(frame[..., 0], cmap="gray", vmin=0, vmax=255)
         else:
             axis.imshow(frame)
-        axis.set_title(f"{prompt[:22]}\n{reward:.2f}", fontsize=5)
+        # a prompt is text: `$` starts no formula, a line break no line
+        axis.set_title(f"{' '.join(prompt.split())[:22]}\n{reward:.2f}", fontsize=5, parse_math=False)
     return figure
 
 
@@ -137,7 +136,7 @@ def dump_samples(trainer, results: list[GroupResult], folder: str) -> None:
     with open(os.path.join(folder, f"{step}.jsonl"), "w") as file:
         for result in results:
             for s in result.samples:
-                image = pixels.pop((s.uid, s.j)) if results[0].group.partition != VALIDATION else pixels[(s.uid, s.j)]
+                image = pixels[(s.uid, s.j)]
                 frame = image[len(image) // 2] if image.ndim == 4 else image
                 name = f"{s.uid}_{s.j}.png"
                 Image.fromarray(frame[..., 0] if frame.shape[-1] == 1 else frame).save(image_dir / name)
@@ -154,4 +153,4 @@ def dump_samples(trainer, results: list[GroupResult], folder: str) -> None:
                     "replica": s.replica,
                     "extra": s.extra,
                 }
-                file.write(json.dumps(row, default=float) + "\n")
+                file.write(json.dumps(row, default=repr) + "\n")
