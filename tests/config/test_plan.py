@@ -155,7 +155,10 @@ REFUSED = [
         ([f"actor_rollout_ref.actor.checkpoint.save_contents={given}"], [f"save_contents={shown}", "hf_model"])
         for given, shown in (("[]", "[]"), ("[model,weights]", "['model', 'weights']"))
     ),
-    (["actor_rollout_ref.model.path=nowhere"], ["actor_rollout_ref.model.path=nowhere", "no safetensors"]),
+    (
+        ["actor_rollout_ref.model.path=nowhere"],
+        ["model.path=nowhere", "no diffusion_pytorch_model.safetensors"],
+    ),
     ([f"+{D}.gap.fragmentsize=3"], [f"{D}.gap.fragmentsize", "did you mean 'fragment_size'"]),
 ]
 
@@ -178,7 +181,7 @@ def test_weights_in_another_format_are_refused(tmp_path, digits_dir):
     shutil.copytree(digits_dir / "model", tmp_path / "model")
     for file in (tmp_path / "model" / "transformer").glob("*.safetensors"):
         file.rename(file.with_suffix(".bin"))
-    with pytest.raises(ValueError, match="no safetensors weights"):
+    with pytest.raises(ValueError, match="pickled weights are not loaded"):
         transformer_size(str(tmp_path / "model"))
 
 

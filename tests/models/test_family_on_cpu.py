@@ -14,7 +14,6 @@ from verl_digen.models.family import (
     Guidance,
     ModelFamily,
     available_families,
-    check_parts,
     family_for,
     guided_velocity,
     register_family,
@@ -88,18 +87,10 @@ def test_all_missing_parts_are_listed_at_once(sd3_path, tmp_path):
     (model / "tokenizer_2" / "tokenizer.json").unlink()
     (model / "scheduler" / "scheduler_config.json").unlink()
     shutil.rmtree(model / "text_encoder_2")
-    with pytest.raises(ValueError, match="lacks 4 thing") as error:
+    with pytest.raises(ValueError, match="4 thing") as error:
         family.check_parts(model)
     for expected in ("pickled weights are not loaded", "tokenizer_2: none of", "no scheduler_config", "no folder"):
         assert expected in str(error.value)
-
-
-def test_missing_shard_is_found(sd3_path, tmp_path):
-    model = shutil.copytree(sd3_path, tmp_path / "model")
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
-    (model / "text_encoder" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="text_encoder: no model-00001-of-00002.safetensors"):
-        check_parts(model, need=("text_encoder", "vae"))
 
 
 def test_part_of_another_library_is_not_built(digits_path, tmp_path):

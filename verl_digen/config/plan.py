@@ -6,18 +6,16 @@ but no weights, and imports neither torch nor ray.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
 from verl_digen.config.deadlines import Deadlines
 from verl_digen.config.digen import PREFIX, DigenConfig, parse_digen
+from verl_digen.config.weights import part_weights
 
 RESUME_NEEDS = ("model", "optimizer", "extra")  # of actor.checkpoint.save_contents
 
@@ -303,21 +301,10 @@ def transformer_size(path: str) -> tuple[int, int]:
     """(parameters, bytes) of the transformer in a model folder, from the headers of its safetensors files.
 
     Raises:
-        ValueError: no safetensors file there.
+        ValueError: no weights there, or files that cannot be loaded.
     """
     folder = Path(os.path.expanduser(path)) / "transformer"
-    parameters = size = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        with open(file, "rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            header: dict[str, Any] = json.loads(handle.read(length))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                parameters += math.prod(entry["shape"])
-                size += entry["data_offsets"][1] - entry["data_offsets"][0]
-    if not parameters:
-        raise ValueError(
-            f"actor_rollout_ref.model.path={path}: no safetensors weights in {folder}; weights in other formats are "
-            "not loaded"
-        )
-    return parameters, size
+    weights = part_weights(folder)
+    if weights.problems:
+        raise ValueError(f"actor_rollout_ref.model.path={path}: in {folder}: {'; '.join(weights.problems)}")
+    return weights.parameters, weights.bytes

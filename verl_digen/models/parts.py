@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from verl_digen.config.weights import WeightFileError, check_file, part_weights, read_json
+
 _LIBRARIES = ("diffusers", "transformers")
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")
 
@@ -49,11 +51,11 @@ def check_parts(path: str | Path, need: Iterable[str], optional: Iterable[str] =
     """Check that a model folder has the parts ``need``, without loading any.
 
     A part is there if ``model_index.json`` names it and its folder holds what its kind needs: a scheduler its
-    configuration, a tokenizer its vocabulary, anything else its configuration and all its safetensors files.
-    A part in ``optional`` may be absent (``[null, null]`` in the index).
+    configuration, a tokenizer its vocabulary, anything else its configuration and all its safetensors files, each
+    whole. A part in ``optional`` may be absent (``[null, null]`` in the index).
 
     Raises:
-        ValueError: lists everything that is missing.
+        ValueError: lists everything that is missing, cut, empty or a git-lfs pointer.
     """
     path, optional = Path(path), set(optional)
     index = read_index(path)
@@ -66,30 +68,39 @@ def check_parts(path: str | Path, need: Iterable[str], optional: Iterable[str] =
         elif not (path / part).is_dir():
             problems.append(f"{part}: no folder {path / part}")
         else:
-            problems += [f"{part}: {problem}" for problem in _missing_files(path / part, part)]
+            problems += [f"{part}: {problem}" for problem in _problems(path / part, part)]
     if problems:
         named = sorted(key for key, value in index.items() if not key.startswith("_") and isinstance(value, list))
         raise ValueError(
-            f"model folder {path} lacks {len(problems)} thing(s): {'; '.join(problems)} "
+            f"actor_rollout_ref.model.path={path}: {len(problems)} thing(s) missing or broken: {'; '.join(problems)} "
             f"(parts named in its index: {', '.join(named) or 'none'})"
         )
 
 
-def _missing_files(folder: Path, part: str) -> list[str]:
-    if part.startswith("scheduler"):
-        return [] if (folder / "scheduler_config.json").is_file() else ["no scheduler_config.json"]
+def _problems(folder: Path, part: str) -> list[str]:
+    """What keeps a part's folder from being loaded; headers of weights are read, weights are not."""
     if part.startswith("tokenizer"):
-        found = any((folder / name).is_file() for name in _TOKENIZER_FILES)
-        return [] if found else [f"none of {', '.join(_TOKENIZER_FILES)}"]
-    missing = [] if (folder / "config.json").is_file() else ["no config.json"]
-    for index_file in folder.glob("*.safetensors.index.json"):
-        shards = set(_read_json(index_file).get("weight_map", {}).values())
-        missing += [f"no {shard}" for shard in sorted(shards) if not (folder / shard).is_file()]
-    if not any(folder.glob("*.safetensors")):
-        others = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt")]
-        hint = f" (found {', '.join(sorted(others))}: pickled weights are not loaded)" if others else ""
-        missing.append(f"no *.safetensors{hint}")
-    return missing
+        return _tokenizer_problems(folder)
+    config = "scheduler_config.json" if part.startswith("scheduler") else "config.json"
+    problems = []
+    try:
+        read_json(folder / config)
+    except WeightFileError as error:
+        problems.append(str(error))
+    if not part.startswith("scheduler"):
+        problems += part_weights(folder).problems
+    return problems
+
+
+def _tokenizer_problems(folder: Path) -> list[str]:
+    found = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    problems = [] if found else [f"none of {', '.join(_TOKENIZER_FILES)}"]
+    for file in found:
+        try:
+            check_file(file)
+        except WeightFileError as error:
+            problems.append(str(error))
+    return problems
 
 
 def part_class(path: str | Path, part: str) -> type:
