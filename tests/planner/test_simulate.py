@@ -73,7 +73,6 @@ def random_setting(seed):
         fragment_size=draw.choice([None, draw.randint(1, 3 * work.samples_per_group)]),
         max_cells=draw.randint(1, 12),
         tsp=tsp,
-        merge=draw.choice([1, 3]) if tsp else 1,
         policy=draw.choice(["none", "fixed", "greedy", "bts", "steps", "steps"]),
         fixed_k=draw.randint(0, 3),
         max_stale_ratio=draw.choice([0, 0, 0.3, 0.6, 1]),
@@ -311,7 +310,7 @@ def test_public_lending_at_the_step_boundary():
 
 
 def test_modes_of_the_ladder():
-    full = Schedule(fragment_size=4, max_cells=4, tsp=True, merge=2, policy="steps", max_stale_ratio=0.5)
+    full = Schedule(fragment_size=4, max_cells=4, tsp=True, policy="steps", max_stale_ratio=0.5)
     rungs = {mode: schedule_for(mode, full) for mode in MODES}
     assert rungs["colocated"] == rungs["one-shot"] and rungs["one-shot"].barrier
     assert rungs["one-batch-ahead"].max_stale_ratio == 1.0 and rungs["one-batch-ahead"].fragment_size is None

@@ -43,7 +43,6 @@ def row_of(case: Case, choice: Choice) -> dict:
         "replica_devices": candidate.width,
         "rollout_batch": schedule.rollout_batch,
         "fragment_samples": schedule.fragment_size,
-        "merged_fragments": schedule.merge,
         "tile_cells": schedule.max_cells,
         "max_stale_ratio": schedule.max_stale_ratio,
         "source": "simulated",
@@ -56,7 +55,7 @@ def print_rows(rows: list[dict], title: str) -> None:
 
     table = Table(title=f"{title} (simulated)")
     left = ("policy", "Generator", "Trainer")
-    for heading in (*left, "ratio", "width", "batch", "fragment", "merge", "cells", "step, s", "bound, s", "distance"):
+    for heading in (*left, "ratio", "width", "batch", "fragment", "cells", "step, s", "bound, s", "distance"):
         table.add_column(heading, justify="left" if heading in left else "right")
     for row in rows:
         table.add_row(
@@ -67,7 +66,6 @@ def print_rows(rows: list[dict], title: str) -> None:
             str(row["replica_devices"]),
             str(row["rollout_batch"]),
             str(row["fragment_samples"]),
-            str(row["merged_fragments"]),
             str(row["tile_cells"]),
             f"{row['makespan_s']:.1f}",
             f"{row['bound_s']:.1f}",

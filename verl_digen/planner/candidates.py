@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from verl_digen.planner.catalog import Case, DeviceGroup, Testbed
+from verl_digen.schedule.merge import groups_of_a_round
 from verl_digen.schedule.profile import Profile
 from verl_digen.schedule.tsp import cells_that_fit
 from verl_digen.schedule.work import Pools, Replica, Schedule, TrainerPool
@@ -160,24 +160,21 @@ class Space:
         self.why = why
 
     def schedules(self, group: DeviceGroup, ranks: int, batch: int) -> Iterator[Schedule]:
-        """Fragment and tile sizes that fit; fragments are whole groups, since a part is never ready alone."""
+        """Tile sizes that fit: a few cells, or what some groups give a rank. The Trainer takes group by group (as many
+        at once as fill its tiles, ``schedule.merge``), or the whole step without GAP."""
         memory, work = self.case.memory, self.case.workload
         free = group.memory_gib * memory.usable - memory.trainer_need(ranks, 0)
         fit = cells_that_fit(free, memory.cell_gib)
         per_batch = work.groups // work.logical_batches
         groups = [size for size in range(1, per_batch + 1) if size == per_batch or size & (size - 1) == 0]
-        if not self.search.gap:
-            groups = [per_batch]
         tiles = {min(fit, -(-count * work.samples_per_group * work.trained_transitions // ranks)) for count in groups}
         tiles = {size for size in (*tiles, 1, 2, 4, 8) if 1 <= size <= fit}
         if not self.search.tsp:
             tiles = {min(fit, work.samples)}
-        mergers = (1, per_batch) if self.search.tsp and self.search.gap else (1,)
-        for count, cells, merge in itertools.product(groups, sorted(tiles), mergers):
-            if merge == 1 or count * 2 <= per_batch:
+        for cells in sorted(tiles):
+            if cells >= 1:
                 yield Schedule(
-                    merge=merge,
-                    fragment_size=count * work.samples_per_group if self.search.gap else None,
+                    fragment_size=work.samples_per_group if self.search.gap else None,
                     max_cells=cells,
                     tsp=self.search.tsp,
                     rollout_batch=batch,
@@ -188,9 +185,9 @@ class Space:
     def variations(self, here: Candidate) -> list[Candidate]:
         """Candidates that differ in one respect, the best by estimate first.
 
-        Another split, replica width or rollout batch keeps fragment and merge and takes the tile with the best
-        estimate; otherwise the placement stays and one of fragment, merge and tile goes to its next value. Splits
-        that were left out of the enumeration because there are too many are reached here.
+        Another split, replica width or rollout batch takes the tile with the best estimate; otherwise the placement
+        stays and the tile goes to its next size. Splits that were left out of the enumeration because there are too
+        many are reached here.
         """
         near = list(self._other_schedules(here))
         for generator, width, batch in self._other_places(here):
@@ -222,7 +219,6 @@ class Space:
         fitting = [
             Candidate(pools, profile, self._as(like, schedule), used, group.name, width)
             for schedule in self.schedules(group, pools.trainer.ranks, batch)
-            if (schedule.fragment_size, schedule.merge) == (like.fragment_size, like.merge)
         ]
         return sorted(fitting, key=lambda c: estimate(self.case, c.pools, c.profile, c.schedule))[:1]
 
@@ -230,16 +226,9 @@ class Space:
         group = next(group for group in self.testbed.groups if group.name == here.trainer_group)
         like = here.schedule
         known = list(self.schedules(group, here.pools.trainer.ranks, like.rollout_batch))
-        fragments = _next_to([schedule.fragment_size or 0 for schedule in known], like.fragment_size or 0)
         tiles = _next_to([schedule.max_cells for schedule in known], like.max_cells)
         for other in known:
-            differs = (
-                other.fragment_size != like.fragment_size,
-                other.max_cells != like.max_cells,
-                other.merge != like.merge,
-            )
-            near = (other.fragment_size or 0) in fragments or other.max_cells in tiles or other.merge != like.merge
-            if sum(differs) == 1 and near:
+            if other.max_cells in tiles:
                 yield replace(here, schedule=self._as(like, other))
 
     @staticmethod
@@ -258,7 +247,8 @@ def estimate(case: Case, pools: Pools, profile: Profile, schedule: Schedule) -> 
     work = case.workload
     fragment = schedule.fragment_size or work.samples // work.logical_batches
     count = math.ceil(work.samples / fragment)
-    merged = min(schedule.merge, max(1, count // (2 if schedule.max_stale_ratio else 4)))
+    full = groups_of_a_round(fragment, work.trained_transitions, pools.trainer.ranks, schedule.max_cells, schedule.tsp)
+    merged = min(full, max(1, count // (2 if schedule.max_stale_ratio else 4)))
     one = profile.train_s(
         fragment * merged,
         work.trained_transitions,

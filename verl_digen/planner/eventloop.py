@@ -15,7 +15,7 @@ from verl_digen.schedule.gap import ClaimQueue, plan_step
 from verl_digen.schedule.profile import Profile
 from verl_digen.schedule.tcss import StaleLedger
 from verl_digen.schedule.trace import Trace
-from verl_digen.schedule.work import Claim, Fragment, Pools, Schedule, Workload
+from verl_digen.schedule.work import Claim, Fragment, Pools, SampleKey, Schedule, Workload
 
 
 class GeneratorLoop:
@@ -63,6 +63,7 @@ class GeneratorLoop:
 
         self._factor = disturbance.factor if disturbance.varies else None
         self._slots = [0.0] * pools.reward_slots
+        self._being_scored: dict[SampleKey, float] = {}
         self.bubbles: dict[str, float] = {}
         self.publishing = False
         self.finished = False
@@ -232,11 +233,13 @@ class GeneratorLoop:
             if self.trace is not None and latency:
                 self.trace.work("reward", "score", begin, begin + latency, f"{uid}/{j}")
             if begin + latency > self.now:
+                self._being_scored[uid, j] = begin + latency
                 self.at(begin + latency, self.arrived, claim, uid, j)
             else:
                 self.arrived(claim, uid, j)
 
     def arrived(self, claim: Claim, uid: int, j: int) -> None:
+        self._being_scored.pop((uid, j), None)
         outcome, ready = self.assembler.scored(uid, j, claim.version, claim.attempt)
         if outcome is Outcome.COMPLETE or outcome is Outcome.ACCEPTED:
             self.scored += 1

@@ -110,6 +110,8 @@ class HelperLoop(GeneratorLoop):
             return "trainer: wait for publish"
         if self._ready and self.schedule.barrier:
             return "trainer: barrier"
+        if self.trainable():
+            return "trainer: wait to fill tiles"
         if self.queue.unclaimed(self.step) or any(self.running):
             return "trainer: wait for generation"
         return "trainer: wait for reward"

@@ -1,9 +1,9 @@
-"""The planner: which split, replica width, fragment, tile, policy and TCSS ratio is fastest.
+"""The planner: which split, replica width, rollout batch, tile, policy and TCSS ratio is fastest.
 
 Candidates are enumerated, those that do not fit into memory are dropped, the rest is ranked by a closed
-formula, and the best of the ranking are simulated. The best of those are varied (split, width, rollout batch,
-fragment, merge, tile) until no variation is faster, and at the end every policy and ratio also tries what won
-for the others. What the planner reports as makespan is simulated.
+formula, and the best of the ranking are simulated. The best of those are varied (split, width, rollout batch, tile)
+until no variation is faster, and at the end every policy and ratio also tries what won for the others.
+What the planner reports as makespan is simulated.
 
 The search for one policy and ratio does not depend on which others are asked for, and what won for others is only
 taken over when it is faster. So a plan with more policies or ratios to choose from is never slower.
@@ -105,20 +105,20 @@ def _ranking(case: Case, bare: list[Candidate], policy: str, ratio: float) -> li
 def _shortlist(
     rankings: Sequence[list[tuple[float, Candidate]]], policy: str, ratio: float, most: int
 ) -> list[Candidate]:
-    """The best candidates by estimate, at most three ways to cut and merge per placement so that they differ.
+    """The best candidates by estimate, at most three tile sizes per placement so that they differ.
 
     A helper makes the formula optimistic about unbalanced splits, so half of the list is what would be best
     without one.
     """
     chosen: list[Candidate] = []
     for ranked, quota in zip(rankings, (most - most // 2, most), strict=True):
-        seen: dict[tuple, set[tuple]] = {}
+        seen: dict[tuple, set[int]] = {}
         for guess, candidate in ranked:
             if len(chosen) >= quota:
                 break
             place = (candidate.generator, candidate.trainer_group, candidate.width, candidate.schedule.rollout_batch)
             sizes = seen.setdefault(place, set())
-            size = (candidate.schedule.fragment_size, candidate.schedule.merge)
+            size = candidate.schedule.max_cells
             if size not in sizes and len(sizes) < 3:
                 sizes.add(size)
                 schedule = replace(candidate.schedule, policy=policy, max_stale_ratio=ratio)

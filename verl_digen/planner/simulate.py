@@ -153,7 +153,7 @@ def schedule_for(mode: str, schedule: Schedule, policy: str | None = None) -> Sc
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
     tag = policy or schedule.policy
-    bare = replace(schedule, tsp=False, merge=1, policy="none", max_stale_ratio=0.0, barrier=False)
+    bare = replace(schedule, tsp=False, policy="none", max_stale_ratio=0.0, barrier=False)
     if mode in ("colocated", "one-shot"):
         return replace(bare, fragment_size=None, barrier=True)
     if mode == "one-batch-ahead":
@@ -161,7 +161,7 @@ def schedule_for(mode: str, schedule: Schedule, policy: str | None = None) -> Sc
     if mode == "gap":
         return bare
     if mode == "gap+tsp":
-        return replace(bare, tsp=True, merge=schedule.merge)
+        return replace(bare, tsp=True)
     if mode == "gap+tsp+tag":
-        return replace(bare, tsp=True, merge=schedule.merge, policy=tag)
-    return replace(bare, tsp=True, merge=schedule.merge, policy=tag, max_stale_ratio=schedule.max_stale_ratio)
+        return replace(bare, tsp=True, policy=tag)
+    return replace(bare, tsp=True, policy=tag, max_stale_ratio=schedule.max_stale_ratio)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import math
 
 from verl_digen.planner.helperloop import HelperLoop
+from verl_digen.schedule.forecast import Pending, group_arrivals
+from verl_digen.schedule.gap import plan_step
+from verl_digen.schedule.merge import Take, groups_of_a_round, groups_to_train
 from verl_digen.schedule.work import Fragment
 
 
@@ -19,6 +23,11 @@ class Run(HelperLoop):
         self.predictions: list[tuple[float, float]] = []
         self.trainer_busy_s = 0.0
         self._left = 0
+        self._waiting_since: float | None = None
+        self._patience = 0
+        self._unit = max(len(fragment.samples) for fragment in plan_step(self.workload, 0, self.schedule.fragment_size))
+        lot = self._unit, self.workload.trained_transitions, self.pools.trainer.ranks
+        self._full = groups_of_a_round(*lot, self.schedule.max_cells, self.schedule.tsp)
 
     def waiting_for(self) -> str:
         missing = self._left if self.step < self.steps else 0
@@ -56,18 +65,73 @@ class Run(HelperLoop):
         if self._left == 0:
             self._left = self._batch_size()
         if self.trainable():
-            self.leave_helping(self.train_next)
+            self.leave_helping(self.train_or_wait)
         else:
             self.bubble()
 
-    def train_next(self) -> None:
-        """Train the first ready fragment, together with others of its logical batch that are ready too."""
-        together: list[Fragment] = []
-        while len(together) < self.schedule.merge and self._ready and self._ready[0][:2] == (self.step, self.batch):
-            fragment = heapq.heappop(self._ready)[3]
+    # -- lots ----------------------------------------------------------------------------------------------
+
+    def train_or_wait(self) -> None:
+        """Train some of the ready fragments, or wait a while for more that share their tiles."""
+        take = self.lot()
+        if take.count:
+            self._waiting_since = None
+            self.train(take.count)
+            return
+        if self._waiting_since is None:
+            self._waiting_since = self.now
+        self._patience += 1
+        self.at(self.now + take.wait_s, self.waited, self._patience)
+        self.idle_trainer()
+
+    def waited(self, patience: int) -> None:
+        """Nothing came while the Trainer waited with something ready: it takes what there is."""
+        if patience == self._patience and self._free and self._waiting_since is not None:
+            self._waiting_since = -math.inf
+            self.trainer_free()
+
+    def lot(self) -> Take:
+        """Ready fragments of the running logical batch to train at once."""
+        ready = sum(entry[:2] == (self.step, self.batch) for entry in self._ready)
+        waited = 0.0 if self._waiting_since is None else self.now - self._waiting_since
+        arrivals: list[float] = []
+        if ready < min(self._left, self._full) and waited < math.inf:
+            arrivals = self.arrivals(self.train_seconds(ready * self._unit))
+        elif ready < self._left:
+            arrivals = [math.inf]
+        return groups_to_train(
+            ready,
+            arrivals,
+            lambda count: self.train_seconds(count * self._unit),
+            full=self._full,
+            waited_s=waited,
+        )
+
+    def arrivals(self, horizon_s: float) -> list[float]:
+        """Predicted times until further fragments of the running logical batch become ready, seconds."""
+        n, version = self.workload.samples_per_group, self.ledger.published
+        first = self.step * self.workload.groups + self.batch * self.workload.groups // self.workload.logical_batches
+        uids = range(first, first + self.workload.groups // self.workload.logical_batches)
+        speeds = zip(self.running, self._speed, self.alive, strict=True)
+        times = group_arrivals(
+            self.assembler.missing(uids),
+            generating=[Pending(r[0] - self.now, r[1].fragment.samples) for r in self.running if r is not None],
+            scoring=[Pending(at - self.now, (key,)) for key, at in self._being_scored.items()],
+            waiting=self.queue.upcoming(version),
+            lanes=[(0.0 if run is None else run[0] - self.now, speed) for run, speed, alive in speeds if alive],
+            generate_s=lambda load: self.profile.generate_s(self.workload.denoise_steps, load),
+            score_s=self.profile.score_s,
+            horizon_s=horizon_s,
+        )
+        groups, parts = max(1, self._unit // n), -(-n // self._unit)
+        return [time for time in times[groups - 1 :: groups] for _ in range(parts)]
+
+    def train(self, count: int) -> None:
+        """Train the first ready fragments of the running logical batch together."""
+        together = [heapq.heappop(self._ready)[3] for _ in range(count)]
+        for fragment in together:
             for uid, version in self.assembler.take(fragment):
                 self.ledger.consume(uid, fragment.step, version)
-            together.append(fragment)
         self.occupy()
         if self.pools.colocated and together[0].index == 0:
             for replica in self.idle:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from verl_digen.schedule.work import Fragment, Uid
 
@@ -100,6 +100,11 @@ class GroupAssembler:
         key = fragment.step, fragment.index
         self._missing[key] -= 1
         return self._missing[key] == 0
+
+    def missing(self, uids: Iterable[Uid]) -> dict[Uid, int]:
+        """Samples that are not scored yet, of those of the groups that are incomplete."""
+        groups = ((uid, self._groups[uid]) for uid in uids if uid in self._groups)
+        return {uid: group.size - len(group.have) for uid, group in groups if not group.complete}
 
     def restart(self, uid: Uid, attempt: int) -> None:
         """Expect a group anew under the next attempt; what arrived of it before is dropped."""

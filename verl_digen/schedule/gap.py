@@ -12,8 +12,9 @@ How scored samples become groups and ready fragments is in ``assemble``.
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from verl_digen.schedule.tcss import StaleLedger
@@ -185,6 +186,12 @@ class ClaimQueue:
         """Samples of the fragments that :meth:`available` counts."""
         lines = self._open(version, ahead)
         return sum(len(piece.fragment.samples) for line, stop in lines for piece in islice(line, stop))
+
+    def upcoming(self, version: int) -> Iterator[tuple[SampleKey, ...]]:
+        """Samples of the fragments of step ``version`` that its holders will claim, in pull order, without claiming."""
+        own = self._steps.get(version)
+        lines = () if own is None else (own.fresh, own.begun.get(version, ()))
+        return (piece.fragment.samples for piece in heapq.merge(*lines, key=_index))
 
     def _open(self, version: int, ahead: bool) -> list[tuple[Sequence[_Piece], int]]:
         """Lines of waiting fragments, and how many of each a holder of ``version`` may claim."""

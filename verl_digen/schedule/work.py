@@ -161,7 +161,6 @@ class Schedule:
     Attributes:
         fragment_size: samples per fragment; ``None`` for one fragment per logical batch (one-shot).
         max_cells: cells of a tile per rank.
-        merge: ready fragments that may be trained together, so that their cells share tiles; needs TSP.
         tsp: tiles may span transitions.
         policy: TAG policy; ``none`` leaves bubbles empty.
         fixed_k: fragments per bubble of the policy ``fixed``.
@@ -174,7 +173,6 @@ class Schedule:
     fragment_size: int | None = None
     max_cells: int = 1
     tsp: bool = False
-    merge: int = 1
     policy: str = "none"
     fixed_k: int = 1
     max_stale_ratio: float = 0.0
@@ -183,10 +181,8 @@ class Schedule:
     recompute_old_log_probs: bool = False
 
     def __post_init__(self) -> None:
-        require_positive(self, "max_cells", "rollout_batch", "merge")
+        require_positive(self, "max_cells", "rollout_batch")
         require_not_negative(self, "fixed_k", "max_stale_ratio")
-        if self.merge > 1 and not self.tsp:
-            raise ValueError(f"schedule: merge={self.merge} needs tsp, which is off")
         if self.max_stale_ratio > 1:
             raise ValueError(f"schedule: max_stale_ratio={self.max_stale_ratio} must not exceed 1")
         if self.fragment_size is not None and self.fragment_size < 1:
