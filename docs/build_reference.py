@@ -71,6 +71,8 @@ DIGEN = {
     "validation.num_steps": "Denoising steps in validation, which samples by the ODE; null takes `sampling.num_steps`.",
     "validation.guidance_scale": "Guidance in validation; null takes `sampling.guidance_scale`.",
     "validation.grid_samples": "Images in the sample grid written at each validation; 0 writes none.",
+    "validation.metrics": "Metric name → entry as of a reward, without `weight`: figures of all validation samples, "
+    "see [rewards](rewards.md#validation-metrics).",
     "algorithm.norm": "Advantage: reward minus group mean, divided by the std of the `group`, by the std of all "
     "samples of the logical batch (`global`), or by nothing (`none`). `global` together with a KL makes GAP fall back "
     "to one-shot, and the plan says so.",

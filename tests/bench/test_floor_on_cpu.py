@@ -29,6 +29,9 @@ WINDOW = (
 )
 
 
+KL = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.5")
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("digits"))
@@ -50,7 +53,9 @@ def _one_thread():
 def test_the_spec_is_the_recipe(compose):
     spec = floor_spec(compose(), steps=3)
     assert (spec.n, spec.num_steps, spec.threads) == (3, 4, 1)
-    assert (spec.eta, spec.clip_low, spec.lr, spec.weight_decay, spec.clip_grad) == (0.7, 1e-3, 1e-3, 1e-2, 1.0)
+    assert (spec.eta, spec.clip_low, spec.lr, spec.weight_decay, spec.clip_grad) == (0.7, 1e-3, 5e-4, 1e-2, 1.0)
+    assert spec.kl_beta == 0.04
+    assert floor_spec(compose("actor_rollout_ref.actor.use_kl_loss=false"), steps=1).kl_beta == 0.0
     assert [len(step) for step in spec.prompts] == [4, 4, 4]
     assert spec.trained == [[[0, 1, 2]] * 4] * 3
     for prompts, digits in zip(spec.prompts, spec.digits, strict=True):
@@ -58,20 +63,23 @@ def test_the_spec_is_the_recipe(compose):
         assert all(words[digit] in prompt for prompt, digit in zip(prompts, digits, strict=True))
 
 
-@pytest.mark.parametrize("overrides", [(), WINDOW], ids=["all", "window"])
+@pytest.mark.parametrize("overrides", [KL[:1], (*WINDOW, f"{KL[0][:-4]}false")], ids=["all, KL", "window, no KL"])
 def test_a_step_has_the_planned_cells(compose, overrides):
     config = compose(*overrides)
     plan, spec = resolve_plan(config), floor_spec(config, steps=1)
     loop = FloorLoop(spec)
     result = loop.step(0)
     assert loop.backward_cells == plan.cells_per_batch
-    assert loop.forward_cells == plan.samples * spec.num_steps + plan.cells_per_batch
+    trained = plan.cells_per_batch * (2 if plan.with_reference else 1)
+    assert loop.forward_cells == plan.samples * spec.num_steps + trained
     assert 0 < result["reward"] < 1 and result["grad_norm"] > 0
 
 
 def test_work_that_the_floor_does_not_do_is_refused(compose):
     with pytest.raises(ValueError, match=r"lora_rank \(here 4.*sampling.kind|sampling.kind.*lora_rank \(here 4"):
         floor_spec(compose("actor_rollout_ref.model.lora_rank=4", "trainer.v1.digen.sampling.kind=cps"), steps=1)
+    with pytest.raises(ValueError, match=r"kl_form \(here velocity"):
+        floor_spec(compose(*KL, "trainer.v1.digen.algorithm.kl_form=velocity"), steps=1)
 
 
 def test_run_floor_changes_the_weights_and_times_each_step(compose):
@@ -88,14 +96,18 @@ class _Engine:
     """What a transaction needs of the engine, around the floor's own transformer, without ranks or FSDP."""
 
     device, master_dtype, ema = torch.device("cpu"), torch.float64, None
-    gathers = reference = None
+    gathers = None
     may_stay_whole = whole = False
 
     def __init__(self, loop: FloorLoop, model_path: str):
         from verl_digen.models.family import family_for
 
         self.family = family_for(model_path)(model_path, dtype=torch.float64)
-        self.module, self.optimizer = loop.model, loop.optimizer
+        self.module, self.optimizer, self.reference = loop.model, loop.optimizer, loop.reference
+
+    @contextmanager
+    def reference_policy(self):
+        yield self.reference
 
     @contextmanager
     def gradient_sync(self, enabled: bool):
@@ -137,7 +149,7 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("overrides", [(), WINDOW], ids=["all", "window"])
+@pytest.mark.parametrize("overrides", [KL, (*WINDOW, f"{KL[0][:-4]}false")], ids=["all, KL", "window, no KL"])
 def test_the_gradient_is_that_of_a_transaction(compose, one_rank, overrides):
     """Same trajectories and advantages: gradients of the two writings agree to 1e-9 in float64."""
     from verl_digen.diffusion.losses import FlowGRPOConfig
@@ -148,6 +160,9 @@ def test_the_gradient_is_that_of_a_transaction(compose, one_rank, overrides):
 
     spec = floor_spec(compose(*overrides), steps=1)
     loop = FloorLoop(spec, dtype=torch.float64)
+    with torch.no_grad():  # as after some steps: the KL and its gradient are not 0
+        for parameter in loop.model.parameters():
+            parameter.mul_(1.01)
     rollout = loop.sample(spec.prompts[0], spec.trained[0])
     advantages = loop.advantages(loop.rewards(rollout.latents[-1], spec.digits[0]))
     assert advantages.abs().max() > 0.1
@@ -159,7 +174,9 @@ def test_the_gradient_is_that_of_a_transaction(compose, one_rank, overrides):
         eta=spec.eta,
         guidance=Guidance(),
         loss="flow_grpo",
-        loss_config=FlowGRPOConfig(clip_low=spec.clip_low, clip_high=spec.clip_high, adv_max=spec.adv_max),
+        loss_config=FlowGRPOConfig(
+            clip_low=spec.clip_low, clip_high=spec.clip_high, adv_max=spec.adv_max, kl_beta=spec.kl_beta
+        ),
         tsp=False,
         reduce="transaction",
         num_steps=spec.num_steps,

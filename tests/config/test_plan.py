@@ -20,6 +20,7 @@ GLOBAL_WITH_KL = [
     "trainer.v1.digen.algorithm.norm=global",
     "actor_rollout_ref.actor.use_kl_loss=true",
 ]
+NO_KL = "actor_rollout_ref.actor.use_kl_loss=false"
 DISAGGREGATED = ["trainer.v1.digen.placement=disaggregated", "actor_rollout_ref.rollout.nnodes=1"]
 D = "trainer.v1.digen"
 
@@ -38,8 +39,8 @@ def test_the_recipe(plan):
     assert (p.logical_batches, p.prompts_per_batch, p.epochs) == (1, 10, 1)
     assert (p.transitions, p.cells_per_batch) == (9, 160 * 9)  # the last of 10 steps is not trained
     assert (p.trainer_ranks, p.replicas, p.fragment_size) == (1, 1, 160)
-    assert p.on_policy and p.one_shot and not p.with_reference and p.lora_rank == 0
-    assert (p.loss, p.clip_low, p.clip_high, p.kl_beta, p.seed) == ("flow_grpo", 1e-3, 1e-3, 0.0, 42)
+    assert p.on_policy and p.one_shot and p.with_reference and p.lora_rank == 0
+    assert (p.loss, p.clip_low, p.clip_high, p.kl_beta, p.seed) == ("flow_grpo", 1e-3, 1e-3, 0.04, 42)
 
 
 def test_parameters_are_those_of_the_model_itself(plan, digits_dir):
@@ -65,12 +66,12 @@ def test_parameters_are_those_of_the_model_itself(plan, digits_dir):
         ([f"{D}.gap.enable=true", f"{D}.gap.fragment_size=15"], {"fragment_size": 8}),  # half a group of 16
         ([f"{D}.gap.enable=true", f"{D}.gap.fragment_size=40"], {"fragment_size": 32}),
         ([f"{D}.preset=digen"], {"one_shot": False}),
-        ([f"{D}.gap.enable=true", f"{D}.algorithm.norm=global"], {"one_shot": False}),
+        ([f"{D}.gap.enable=true", f"{D}.algorithm.norm=global", NO_KL], {"one_shot": False}),
         (GLOBAL_WITH_KL, {"one_shot": True}),
         ([f"{D}.sampling.selection.kind=window", f"{D}.sampling.selection.window_size=2"], {"transitions": 2}),
         ([f"{D}.sampling.selection.kind=fraction", f"{D}.sampling.selection.fraction=0.5"], {"transitions": 4}),
-        (["actor_rollout_ref.actor.use_kl_loss=true"], {"kl_beta": 0.04, "with_reference": True}),
-        (["actor_rollout_ref.actor.kl_loss_coef=3"], {"kl_beta": 0.0, "with_reference": False}),
+        (["actor_rollout_ref.actor.kl_loss_coef=3"], {"kl_beta": 3.0, "with_reference": True}),
+        (["actor_rollout_ref.actor.use_kl_loss=false"], {"kl_beta": 0.0, "with_reference": False}),
         (["actor_rollout_ref.actor.clip_ratio_low=1e-5"], {"clip_low": 1e-5, "clip_high": 1e-3}),
         (["actor_rollout_ref.model.lora_rank=4"], {"lora_rank": 4}),
         (["data.seed=0"], {"seed": 0}),

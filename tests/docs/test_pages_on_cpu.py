@@ -45,7 +45,9 @@ def test_relative_links_lead_somewhere(page):
 
 FILE = re.compile(r"(?<![\w./-])((?:[\w.-]+/)*[\w.-]+\.(?:py|md|yaml|sh|patch|svg|png|txt|toml))(?![\w/])")
 # what a run or a user makes
-MADE = re.compile(r"(my_rewards\.py|step_\d+\.png|latest_checkpointed_iteration\.txt|ladder\.png|costs\.yaml)$")
+MADE = re.compile(
+    r"(my_rewards\.py|my_metrics\.py|step_\d+\.png|latest_checkpointed_iteration\.txt|ladder\.png|costs\.yaml)$"
+)
 
 
 @pages
@@ -255,6 +257,21 @@ def test_the_example_reward_runs(tmp_path):
     function = RewardConfig(path=str(file), kwargs={"target": 0.5}).load("brightness")
     result = function(np.full((8, 8, 3), 128, np.uint8), "a grey square", "", {})
     assert result["score"] == pytest.approx(1.0, abs=0.01)
+
+
+def test_the_example_validation_metric_runs(tmp_path):
+    import numpy as np
+
+    from verl_digen.config.digen import FunctionSpec
+    from verl_digen.trainer.validate import load_metrics
+
+    (block,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "rewards.md").read_text().split("## Validation")[1], re.S
+    )
+    (tmp_path / "my_metrics.py").write_text(block)
+    spec = FunctionSpec(path=str(tmp_path / "my_metrics.py"), name="diversity", kwargs={"scale": 255})
+    images = [np.full((8, 8, 3), shade, np.uint8) for shade in (0, 255)]
+    assert load_metrics({"d": spec})["d"](images, ["", ""], ["", ""]) == {"pixel_std": 0.5}
 
 
 def test_the_example_prompts_are_read(tmp_path, monkeypatch):

@@ -30,6 +30,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 SMALL = [
     "data.train_batch_size=3",
     "actor_rollout_ref.actor.optim.lr=1e-3",
+    "actor_rollout_ref.actor.use_kl_loss=false",
     "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.rollout.val_kwargs.n=1",
     "trainer.v1.digen.sampling.num_steps=4",

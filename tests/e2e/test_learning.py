@@ -44,6 +44,10 @@ def test_digits_accuracy_rises(digits_dir, tmp_path):
     assert len(accuracy) == 2
     assert accuracy[0] <= 0.65
     assert accuracy[1] >= max(0.7, accuracy[0] + 0.15), accuracy
+    quality = [{k.rpartition("/")[2]: v for k, v in row.items() if "/digit_quality/" in k} for row in rows]
+    before, after = (row for row in quality if row)
+    assert min(after["judge_svm"], after["judge_knn"]) >= 0.7, after  # judges that are not the reward
+    assert after["distance"] < before["distance"] and after["spread"] >= 0.1, (before, after)
     steps = [row for row in rows if "training/global_step" in row]
     assert len(steps) == STEPS
     assert all(step["actor/ratio_max_dev"] == 0.0 and step["sync/changed"] == 1.0 for step in steps)

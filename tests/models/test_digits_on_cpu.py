@@ -56,7 +56,7 @@ def test_decode_is_inverted_by_the_reward():
     pixels = family.decode(torch.from_numpy(images / 8 - 1).unsqueeze(1))
     assert pixels.dtype == np.uint8 and pixels.shape == (len(images), 8, 8, 1)
     np.testing.assert_allclose(pixels[..., 0] * (16 / 255), images, atol=16 / 255 / 2 + 1e-6)
-    assert (digit_probabilities(pixels).argmax(axis=1) == labels).mean() > 0.99
+    assert (digit_probabilities(pixels).argmax(axis=1) == labels).mean() > 0.97
     assert family.decode(torch.tensor([[[[-3.0, 3.0]]]])).ravel().tolist() == [0, 255]
 
 

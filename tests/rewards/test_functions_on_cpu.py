@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from verl_digen.data.digits import load_scans
+from verl_digen.data.digits import halves, load_scans
 from verl_digen.rewards.functions import available_rewards, get_reward, register_reward
 from verl_digen.rewards.functions.digit_classifier import digit_probabilities, train_classifier
 
@@ -33,12 +33,13 @@ def test_classifier_scores_the_prompted_digit():
 
 def test_shipped_weights_are_scikit_learns_classifier():
     images, labels = load_scans()
-    classifier = train_classifier(images, labels)
+    classifier = train_classifier(halves(images)[0], halves(labels)[0])
     probabilities = digit_probabilities(pixels_of(images))
     quantised = pixels_of(images)[..., 0] * (16 / 255)
     np.testing.assert_allclose(probabilities, classifier.predict_proba(quantised.reshape(-1, 64) / 8 - 1), atol=0.02)
     np.testing.assert_allclose(probabilities.sum(axis=1), 1)
-    assert (probabilities.argmax(axis=1) == labels).mean() > 0.99
+    right = probabilities.argmax(axis=1) == labels
+    assert halves(right)[0].mean() > 0.99 and halves(right)[1].mean() > 0.95  # learned from; not seen
 
 
 @pytest.mark.parametrize(

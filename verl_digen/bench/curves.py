@@ -8,7 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from verl_digen.bench.runlog import TRAIN_REWARD, LogLine, Point, RunLogError, accuracy_series, series
+from verl_digen.bench.runlog import (
+    TRAIN_REWARD,
+    LogLine,
+    Point,
+    RunLogError,
+    accuracy_series,
+    series,
+    validation_metrics,
+)
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -156,6 +164,28 @@ def curve_table(lines: Sequence[LogLine], width: int = 40):
             "" if shown is None else "█" * round(min(max(shown, 0.0), 1.0) * width),
             f"[bold red]{accuracy[step]:.3f}[/bold red]" if step in accuracy else "",
         )
+    return table
+
+
+def metrics_table(lines: Sequence[LogLine]):
+    """A rich table of the validation metrics before and after, beside real digits where that is known; None without.
+
+    These are measured by judges that are not the reward: what they say is not what was trained.
+    """
+    from rich.table import Table
+
+    from verl_digen.rewards.metrics.digit_quality import REAL
+
+    found = validation_metrics(lines)
+    if not found:
+        return None
+    table = Table(title="validation metrics (not trained on)", title_justify="left", box=None)
+    for column in ("metric", "before", "after", "real digits"):
+        table.add_column(column, justify="left" if column == "metric" else "right")
+    for (metric, key), points in found.items():
+        real = REAL.get(key) if metric == "digit_quality" else None
+        shown = [f"{value:.3f}" for value in (points[0][1], points[-1][1])]
+        table.add_row(key, *shown, "" if real is None else f"{real:.2f}")
     return table
 
 

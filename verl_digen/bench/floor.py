@@ -10,6 +10,7 @@ instead of a key per sample, nothing is stored, published, hashed or checked.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
@@ -62,6 +63,7 @@ class FloorLoop:
         scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler")
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / spec.num_steps, spec.num_steps).tolist())
         self.sigmas = scheduler.sigmas.to(torch.float32)
+        self.reference = copy.deepcopy(self.model).eval().requires_grad_(False) if spec.kl_beta else None
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=spec.lr, betas=tuple(spec.betas), weight_decay=spec.weight_decay
         )
@@ -83,9 +85,9 @@ class FloorLoop:
         embeds, pooled = zip(*(self._encoded[prompt] for prompt in prompts), strict=True)
         return torch.stack(embeds), torch.stack(pooled)
 
-    def velocity(self, x: Tensor, sigma: Tensor, embeds: Tensor, pooled: Tensor) -> Tensor:
+    def velocity(self, x: Tensor, sigma: Tensor, embeds: Tensor, pooled: Tensor, model=None) -> Tensor:
         """Velocity [B, 1, 8, 8] at x with noise level sigma [B]."""
-        return self.model(
+        return (model or self.model)(
             hidden_states=x,
             timestep=sigma.float() * 1000,
             encoder_hidden_states=embeds,
@@ -159,7 +161,7 @@ class FloorLoop:
         return scaled.flatten().clamp(-self.spec.adv_max, self.spec.adv_max).to(self.dtype)
 
     def accumulate(self, rollout: Rollout, advantages: Tensor) -> None:
-        """Gradients of the whole batch: one forward and backward per trained transition."""
+        """Gradients of the whole batch: one forward and backward per trained transition, with a KL one more forward."""
         spec, everyone = self.spec, torch.arange(len(advantages))
         planned = rollout.trained.numel()
         self.model.train()
@@ -171,8 +173,14 @@ class FloorLoop:
             mean, std = self.moments(x, self.velocity(x, sigma, rollout.embeds, rollout.pooled), sigma, following)
             ratio = torch.exp(self.log_prob(x_next, mean, std) - rollout.log_probs[at, everyone])
             clipped = ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high)
-            loss = torch.maximum(-advantages * ratio, -advantages * clipped).sum() / planned
-            loss.backward()
+            loss = torch.maximum(-advantages * ratio, -advantages * clipped)
+            if self.reference is not None:
+                with torch.no_grad():
+                    v = self.velocity(x, sigma, rollout.embeds, rollout.pooled, self.reference)
+                    initial, _ = self.moments(x, v, sigma, following)
+                loss = loss + spec.kl_beta * ((mean - initial) ** 2).flatten(1).mean(1) / (2 * std**2)
+                self.forward_cells += len(at)
+            (loss.sum() / planned).backward()
             self.forward_cells += len(at)
             self.backward_cells += len(at)
 

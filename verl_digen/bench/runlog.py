@@ -12,6 +12,8 @@ STEP_SECONDS = "timing_s/step"
 TRAIN_REWARD = "reward/mean"
 VALIDATION_ACCURACY = re.compile(r"val-core/[^/]+/acc/mean@\d+")
 
+VALIDATION_METRIC = re.compile(r"val-aux/[^/]+/([^/@]+)/([^/@]+)")
+
 Point = tuple[int, float]
 
 
@@ -71,6 +73,19 @@ def accuracy_series(lines: Sequence[LogLine]) -> list[Point]:
         if values:
             points.append((line.step, sum(values) / len(values)))
     return points
+
+
+def validation_metrics(lines: Sequence[LogLine]) -> dict[tuple[str, str], list[Point]]:
+    """(metric, key) -> (step, value) of ``trainer.v1.digen.validation.metrics``, the mean over the sources.
+
+    veRL's own ``val-aux`` figures have an ``@`` in their names.
+    """
+    found: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for line in lines:
+        for name, value in line.data.items():
+            if match := VALIDATION_METRIC.fullmatch(name):
+                found.setdefault((match[1], match[2]), {}).setdefault(line.step, []).append(float(value))
+    return {name: [(step, sum(v) / len(v)) for step, v in steps.items()] for name, steps in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

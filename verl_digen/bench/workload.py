@@ -17,6 +17,7 @@ class FloorSpec:
         digits: of each step, the digit of each prompt.
         trained: of each step, the trained transitions of each prompt's samples: K of the ``num_steps``.
         n: samples per prompt.
+        kl_beta: weight of the KL of the transitions to the initial policy; 0 leaves it out.
         threads: torch threads; None leaves torch's default.
     """
 
@@ -35,6 +36,7 @@ class FloorSpec:
     betas: tuple[float, float]
     clip_grad: float
     seed: int
+    kl_beta: float = 0.0
     threads: int | None = None
 
 
@@ -102,6 +104,7 @@ def floor_spec(config, steps: int) -> FloorSpec:
         betas=tuple(optim.betas),
         clip_grad=optim.clip_grad,
         seed=plan.seed,
+        kl_beta=plan.kl_beta,
         threads=plan.digen.threads.trainer,
     )
 
@@ -142,7 +145,7 @@ def _check_coverage(config, plan) -> None:
         "trainer.v1.digen.threads.rollout": (digen.threads.rollout, digen.threads.trainer),
         "actor_rollout_ref.model.lora_rank": (plan.lora_rank, 0),
         "actor_rollout_ref.model.dtype": (config.actor_rollout_ref.model.dtype, "float32"),
-        "actor_rollout_ref.actor.use_kl_loss": (plan.with_reference, False),
+        "trainer.v1.digen.algorithm.kl_form": (digen.algorithm.kl_form if plan.kl_beta else "transition", "transition"),
         "actor_rollout_ref.actor.ppo_mini_batch_size, ppo_epochs": (plan.on_policy, True),
         "actor_rollout_ref.actor.policy_loss.loss_mode": (plan.loss, "flow_grpo"),
         "actor_rollout_ref.actor.optim.optimizer": (optim.optimizer, "AdamW"),

@@ -235,12 +235,14 @@ def _number(value: float | None) -> str:
 def _curve(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from verl_digen.bench.curves import curve_table, draw_before_after, draw_curve
+    from verl_digen.bench.curves import curve_table, draw_before_after, draw_curve, metrics_table
     from verl_digen.bench.runlog import read_log, summarise
 
     lines = read_log(args.log)
     summary = summarise(lines)
     Console().print(curve_table(lines))
+    if (judged := metrics_table(lines)) is not None:
+        Console().print(judged)
     written = [draw_curve(lines, args.out / "curve.png")]
     if args.run_dir is not None:
         titles = (f"before: accuracy {summary.before:.3f}", f"after {summary.steps} steps: {summary.after:.3f}")

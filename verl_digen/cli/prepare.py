@@ -14,7 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tiny = targets.add_parser("tiny", help="tiny random model of a family in the real folder layout")
     tiny.add_argument("family", help="family, for example flux")
     tiny.add_argument("--out", type=Path, required=True, help="folder to write to")
-    weights = targets.add_parser("digits-weights", help="train the shipped digits model and its classifier anew")
+    classifiers = targets.add_parser("digits-classifiers", help="fit the reward of the digits and its judges anew")
+    classifiers.add_argument("--out", type=Path, help="folder to write to (default: over the shipped files)")
+    weights = targets.add_parser("digits-weights", help="the same, after training the shipped digits model anew")
     weights.add_argument("--out", type=Path, help="folder to write to (default: over the shipped files)")
     weights.add_argument("--iterations", type=int, default=None, help="flow-matching steps of the transformer")
     weights.add_argument("--seed", type=int, default=0)
@@ -22,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        return {"digits": _digits, "tiny": _tiny, "digits-weights": _digits_weights}[args.target](args)
+        return _TARGETS[args.target](args)
     except (ImportError, ValueError) as error:
         print(f"verl-digen prepare: {error}", file=sys.stderr)
         return 2
@@ -54,28 +56,46 @@ def _digits_weights(args: argparse.Namespace) -> int:
     from verl_digen.data.digits import digit_prompts, load_scans
     from verl_digen.models.digits import ASSETS
     from verl_digen.models.digits_pretrain import ITERATIONS, build_digits_model
-    from verl_digen.rewards.functions.digit_classifier import WEIGHTS, save_classifier, train_classifier
 
     images, labels = load_scans()
     model = args.out / "model" if args.out else ASSETS
-    classifier = args.out / WEIGHTS.name if args.out else WEIGHTS
     iterations = args.iterations if args.iterations is not None else ITERATIONS
     pixels = torch.from_numpy(images / 8 - 1).unsqueeze(1)
     losses = build_digits_model(
         model, pixels, torch.from_numpy(labels), digit_prompts(), iterations=iterations, seed=args.seed
     )
-    fitted = train_classifier(images, labels)
-    save_classifier(fitted, classifier)
-    rows = [
-        ("model", str(model), f"{_megabytes(model):.2f} MB, flow loss {losses['flow_loss']:.3f}"),
-        (
-            "classifier",
-            str(classifier),
-            f"accuracy on the scans {fitted.score(images.reshape(-1, 64) / 8 - 1, labels):.3f}",
-        ),
-    ]
+    rows = [("model", str(model), f"{_megabytes(model):.2f} MB, flow loss {losses['flow_loss']:.3f}")]
     _table("digits weights", ("what", "where", "result"), rows)
+    return _digits_classifiers(args)
+
+
+def _digits_classifiers(args: argparse.Namespace) -> int:
+    from verl_digen.data.digits import halves, load_scans
+    from verl_digen.rewards.functions.digit_classifier import WEIGHTS, save_classifier, train_classifier
+    from verl_digen.rewards.metrics.digit_quality import JUDGES, save_judges, train_svm
+
+    (reward_images, judge_images), (reward_labels, judge_labels) = (halves(part) for part in load_scans())
+    classifier, judges = (args.out / file.name if args.out else file for file in (WEIGHTS, JUDGES))
+    fitted = train_classifier(reward_images, reward_labels)
+    save_classifier(fitted, classifier)
+    svm = train_svm(judge_images, judge_labels)
+    save_judges(svm, reward_images, judge_images, judge_labels, judges)
+    score = fitted.score(judge_images.reshape(-1, 64) / 8 - 1, judge_labels)
+    judged = svm.score(reward_images.reshape(-1, 64) / 16, reward_labels)
+    rows = [
+        ("reward classifier", str(classifier), f"{score:.3f}"),
+        ("judges", str(judges), f"{judged:.3f} (support vector machine)"),
+    ]
+    _table("digits classifiers", ("what", "where", "accuracy on the other half of the scans"), rows)
     return 0
+
+
+_TARGETS = {
+    "digits": _digits,
+    "tiny": _tiny,
+    "digits-classifiers": _digits_classifiers,
+    "digits-weights": _digits_weights,
+}
 
 
 def _megabytes(folder: Path) -> float:

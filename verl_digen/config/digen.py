@@ -88,10 +88,25 @@ class SamplingConfig:
 
 
 @dataclass(kw_only=True)
+class FunctionSpec:
+    """A function by its registered name, or of a file."""
+
+    path: str | None = None
+    name: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class RewardSpec(FunctionSpec):
+    weight: float = 1.0
+
+
+@dataclass(kw_only=True)
 class ValidationConfig:
     num_steps: int | None = None
     guidance_scale: float | None = None
     grid_samples: int = 40
+    metrics: dict[str, FunctionSpec] = field(default_factory=dict)
 
     def __post_init__(self):
         _positive("validation.num_steps", self.num_steps, optional=True)
@@ -195,14 +210,6 @@ class ThreadsConfig:
 
 
 @dataclass(kw_only=True)
-class RewardSpec:
-    weight: float = 1.0
-    path: str | None = None
-    name: str | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(kw_only=True)
 class DigenConfig:
     """All options under ``trainer.v1.digen``.
 
@@ -257,8 +264,9 @@ def parse_digen(config: DictConfig | dict) -> DigenConfig:
         key = str(error.full_key or error.key)
         section, _, name = key.rpartition(".")
         node = OmegaConf.select(schema, section) if section else schema
-        if section.startswith("rewards."):
-            node = OmegaConf.structured(RewardSpec)
+        for entries, spec in (("rewards.", RewardSpec), ("validation.metrics.", FunctionSpec)):
+            if section.startswith(entries):
+                node = OmegaConf.structured(spec)
         known = [str(k) for k in node] if node is not None else []
         close = difflib.get_close_matches(name or key, known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""

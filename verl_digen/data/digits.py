@@ -35,6 +35,11 @@ def load_scans() -> tuple[np.ndarray, np.ndarray]:
     return digits.images.astype(np.float32), digits.target.astype(np.int64)
 
 
+def halves(scans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The scans (or their labels) that the reward classifier learns from, and those that its judges learn from."""
+    return scans[0::2], scans[1::2]
+
+
 def write_digits_prompts(
     directory: str | Path,
     *,

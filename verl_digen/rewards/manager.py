@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
-from verl_digen.rewards.functions import get_reward
+from verl_digen.rewards.functions import REWARDS
 
 CUSTOM = "custom"
 _OPTION = "trainer.v1.digen.rewards"
@@ -49,21 +47,7 @@ class RewardConfig:
         Raises:
             ValueError: no such registered function, file, or function in the file.
         """
-        name = self.name or label
-        if self.path is None:
-            function = get_reward(name)
-        else:
-            from verl.utils.import_utils import load_extern_object
-
-            if not Path(self.path).is_file():
-                raise ValueError(f"reward {label!r}: no file {self.path}")
-            try:
-                function = load_extern_object(module_path=self.path, object_name=name)
-            except AttributeError as error:
-                raise ValueError(f"reward {label!r}: {self.path} has no function {name!r}") from error
-            except SystemExit as error:
-                raise ValueError(f"reward {label!r}: {self.path} calls sys.exit when it is imported") from error
-        return functools.partial(function, **self.kwargs) if self.kwargs else function
+        return REWARDS.load(label, self.path, self.name, self.kwargs)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ from verl_digen.trainer.startup import init_models, start_workers
 from verl_digen.trainer.step import StepOutcome, TrainingStep
 from verl_digen.trainer.timeline import StepTimes, bubble_metrics, learn, step_trace
 from verl_digen.trainer.tracefiles import write_step_trace
-from verl_digen.trainer.validate import Validator, dump_samples
+from verl_digen.trainer.validate import Validator, dump_samples, load_metrics
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -96,6 +96,7 @@ class DigenTrainer(PPOTrainer):
         self._init_dataloader()
         self._init_dump_executor()
         self._check_model()
+        self.validation_metrics = load_metrics(self.plan.digen.validation.metrics)
         build_rewards(self.config)  # an unknown reward or a missing file is an error here already
         resumed = self.find_checkpoint()
         write_about(self, self._print_plan())

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Callable, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from verl_digen.config.digen import FunctionSpec
+from verl_digen.rewards.metrics import METRICS
 from verl_digen.rollout.requests import VALIDATION, GroupResult
 from verl_digen.trainer.metrics import numbers
 
@@ -45,7 +50,7 @@ class Validator:
             groups,
             version=trainer.checkpoint_manager.version,
             training_step=max(trainer.global_steps, 1),
-            keep_pixels=everything if dump_dir else set(shown),
+            keep_pixels=everything if dump_dir or trainer.validation_metrics else set(shown),
         )
         results = [self.manager.next_group(trainer.plan.deadlines.group.seconds) for _ in groups]
         results.sort(key=lambda r: r.group.uid)
@@ -55,9 +60,10 @@ class Validator:
         if dump_dir:
             with trainer.outputs.attempt(f"dumping the validation of step {trainer.global_steps} to {dump_dir}"):
                 dump_samples(trainer, results, dump_dir)
+        figures = run_metrics(trainer.validation_metrics, results, self.manager.pixels)
         for sample in everything:  # pixels of the training step are still to be dumped
             self.manager.pixels.pop(sample, None)
-        return self._metrics(results)
+        return self._metrics(results) | figures
 
     def _metrics(self, results: list[GroupResult]) -> dict[str, float]:
         sources = [result.group.data_source for result in results for _ in result.samples]
@@ -81,6 +87,40 @@ class Validator:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
         log_grid(trainer.logger.logger, path, trainer.global_steps)
+
+
+def load_metrics(specs: Mapping[str, FunctionSpec]) -> dict[str, Callable[..., Mapping[str, float]]]:
+    """The functions of ``trainer.v1.digen.validation.metrics``.
+
+    Raises:
+        ValueError: no such registered function, file, or function in the file.
+    """
+    return {label: METRICS.load(label, spec.path, spec.name, spec.kwargs) for label, spec in specs.items()}
+
+
+def run_metrics(
+    metrics: Mapping[str, Callable[..., Mapping[str, float]]],
+    results: list[GroupResult],
+    pixels: Mapping[Sample, np.ndarray],
+) -> dict[str, float]:
+    """``val-aux/SOURCE/NAME/KEY`` of the samples of each data source.
+
+    Raises:
+        ValueError: a function gave something that is no number; the message names it.
+    """
+    if not metrics:
+        return {}  # the pixels were not kept
+    out: dict[str, float] = {}
+    for source in sorted({result.group.data_source for result in results}):
+        samples = [(r.group, s) for r in results if r.group.data_source == source for s in r.samples]
+        images = [pixels[(s.uid, s.j)] for _, s in samples]
+        prompts, truths = [g.prompt for g, _ in samples], [g.ground_truth for g, _ in samples]
+        for label, function in metrics.items():
+            for key, value in function(images, prompts, truths).items():
+                if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+                    raise ValueError(f"validation metric {label!r} of {source!r}: {key} is no finite number: {value!r}")
+                out[f"val-aux/{source}/{label}/{key}"] = float(value)
+    return out
 
 
 def grid_samples(samples: list[Sample], count: int) -> list[Sample]:
