@@ -21,7 +21,7 @@ setup(
     packages=[*find_packages(include=["verl_digen", "verl_digen.*"]), "hydra_plugins", "verl_digen.patches"],
     package_dir={"hydra_plugins": "verl_digen/hydra_plugins", "verl_digen.patches": "patches"},
     package_data={
-        "verl_digen": ["**/*.yaml", "**/*.safetensors", "**/*.json", "**/*.npz"],
+        "verl_digen": ["**/*.yaml", "**/*.safetensors", "**/*.json", "**/*.npz", "bench/page/*"],
         "verl_digen.patches": ["*.patch", "*.md"],
     },
     include_package_data=False,

@@ -6,6 +6,7 @@
 #
 # Runs from any folder and as often as you like; each run leaves a new folder.
 # Environment variables, all optional:
+#   RECIPE=NAME              another recipe of the digits (default: digits; digits_reward_hacking shows what goes wrong)
 #   VENV=DIR                 the virtual environment to make or to use (default: .venv in the checkout)
 #   QUICKSTART_VENV=active   use the active environment as it is; nothing is made or installed
 #   QUICKSTART_OUT=DIR       where this run's files go (default: runs/digits-TIME in the checkout)
@@ -88,8 +89,8 @@ FOLLOWER=$!
 trap 'kill "$FOLLOWER" 2>/dev/null || true' EXIT
 
 train() {
-    python -m verl.trainer.main_ppo --config-dir "$ROOT/recipes" --config-name digits \
-        trainer.val_before_train=true "$@" \
+    python -m verl.trainer.main_ppo --config-dir "$ROOT/recipes" --config-name "${RECIPE:-digits}" \
+        trainer.val_before_train=true trainer.v1.digen.trace.every=5 "$@" \
         "recipe.digits_dir=$OUT/data" "trainer.default_local_dir=$OUT/checkpoints" 'trainer.logger=[console,file]'
 }
 if ! train "$@" >"$OUT/train.log" 2>&1; then
@@ -108,6 +109,7 @@ say "reward and accuracy"
 RESULT="$(verl-digen bench curve --log "$VERL_FILE_LOGGER_PATH" --run-dir "$OUT/checkpoints" --out "$OUT")" \
     || fail "no result; see $OUT/train.log"
 sed '$d' <<<"$RESULT"
+verl-digen report "$OUT/checkpoints" --out "$OUT/report.html"
 echo "everything of this run: $OUT"
 echo "total time: $((SECONDS - STARTED)) s, of which installing: $INSTALLED s"
 tail -n 1 <<<"$RESULT"

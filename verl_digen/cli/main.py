@@ -18,6 +18,7 @@ COMMANDS = {
     "plan": "search pool split, fragment and tile size, policy for a workload",
     "simulate": "run the schedule of a workload in the discrete-event simulator",
     "bench": "measure the live modes against a bare loop",
+    "report": "one self-contained HTML page of a run",
     "patch": "check, apply or revert the optional patches to veRL",
 }
 
