@@ -64,7 +64,7 @@ setup(
         # only to rebuild the shipped digits weights: where it is installed, transformers imports it (and SciPy) in
         # every process, which adds seconds to the start
         "digits": ["scikit-learn"],
-        "test": ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "scikit-learn"],
+        "test": ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "scikit-learn", "selenium"],
         "docs": ["mkdocs"],
     },
     entry_points={

@@ -18,6 +18,11 @@ if [[ "${VERL_DIGEN_SKIP_INSTALL:-0}" != 1 ]]; then
     python -m pip install --quiet "$(grep '^torch==' requirements-cpu.txt)"
     python -m pip install --quiet -r requirements-test.txt
     python -m pip install --quiet --no-deps --editable .
+    # A browser for the page of `verl-digen report`; where there is none and none can be installed, its tests are skipped.
+    if ! command -v chromedriver >/dev/null && command -v apt-get >/dev/null && [[ "$(id -u)" == 0 ]]; then
+        { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver; } >/dev/null \
+            || echo "tests/run.sh: no browser could be installed (chromium, chromium-driver)" >&2
+    fi
 fi
 
 # Several processes of a run share the cores: one thread each is faster than a fight over them.

@@ -53,7 +53,7 @@ def _one_thread():
 def test_the_spec_is_the_recipe(compose):
     spec = floor_spec(compose(), steps=3)
     assert (spec.n, spec.num_steps, spec.threads) == (3, 4, 1)
-    assert (spec.eta, spec.clip_low, spec.lr, spec.weight_decay, spec.clip_grad) == (0.7, 1e-3, 5e-4, 1e-2, 1.0)
+    assert (spec.eta, spec.clip_low, spec.lr, spec.weight_decay, spec.clip_grad) == (0.7, 1e-3, 6e-4, 1e-2, 1.0)
     assert spec.kl_beta == 0.04
     assert floor_spec(compose("actor_rollout_ref.actor.use_kl_loss=false"), steps=1).kl_beta == 0.0
     assert [len(step) for step in spec.prompts] == [4, 4, 4]

@@ -46,7 +46,7 @@ def test_relative_links_lead_somewhere(page):
 FILE = re.compile(r"(?<![\w./-])((?:[\w.-]+/)*[\w.-]+\.(?:py|md|yaml|sh|patch|svg|png|txt|toml))(?![\w/])")
 # what a run or a user makes
 MADE = re.compile(
-    r"(my_rewards\.py|my_metrics\.py|step_\d+\.png|latest_checkpointed_iteration\.txt|ladder\.png|costs\.yaml)$"
+    r"(my_rewards\.py|my_metrics\.py|step_\d+\.png|latest_checkpointed_iteration\.txt|ladder\.png|costs\.yaml|report\.html|about\.json|warnings\.log)$"
 )
 
 

@@ -197,7 +197,7 @@ def figures(lines: Sequence[LogLine]) -> list[dict[str, str]]:
     if seconds:
         total, middle = sum(v for _, v in seconds), sorted(v for _, v in seconds)[len(seconds) // 2]
         out.append({"title": "training steps", "value": str(len(seconds)), "note": f"{_duration(total)} of training"})
-        out.append({"title": "median step", "value": _duration(middle), "note": "generation to published weights"})
+        out.append({"title": "median step", "value": _duration(middle), "note": "to published weights"})
     named = [("reward", reward), ("validation accuracy", accuracy_series(lines))]
     named += [(key.replace("_", " "), points) for (_, key), points in validation_metrics(lines).items()]
     for title, points in named:
