@@ -19,7 +19,7 @@ from verl_digen.config.plan import resolve_plan
 from verl_digen.config.unread import check_unread
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem != "digits")
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("digits"))
 # what a recipe leaves to the user -> the option that takes it, which the error names
 MANDATORY = {
     "model_dir": "actor_rollout_ref.model.path",
@@ -195,3 +195,22 @@ def test_a_recipe_runs_with_a_bundled_reward_instead(filled):
     )
     check_unread(config)
     assert list(resolve_plan(config).digen.rewards) == ["jpeg_compressibility"]
+
+
+def test_reward_hacking_is_the_digits_recipe_without_its_brakes():
+    """Same data, model, reward and judges; what differs is the KL, the learning rate and where the run goes."""
+
+    def flat(node, prefix=""):
+        if not isinstance(node, dict):
+            return {prefix: node}
+        return {k: v for key, value in node.items() for k, v in flat(value, f"{prefix}.{key}").items()}
+
+    tame, hacked = (flat(OmegaConf.to_container(composed(n))) for n in ("digits", "digits_reward_hacking"))
+    differing = {name.strip("."): (tame[name], hacked[name]) for name in tame if tame[name] != hacked[name]}
+    assert tame.keys() == hacked.keys()
+    assert differing == {
+        "actor_rollout_ref.actor.use_kl_loss": (True, False),
+        "actor_rollout_ref.actor.optim.lr": (6e-4, 1e-3),
+        "trainer.experiment_name": ("flow_grpo", "reward_hacking"),
+        "trainer.default_local_dir": ("runs/digits", "runs/digits_reward_hacking"),
+    }

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from verl_digen.config.digen import FunctionSpec
+from verl_digen.trainer.outputs import Outputs
 from verl_digen.trainer.validate import load_metrics, run_metrics
 
 
@@ -27,7 +28,7 @@ def test_a_metric_sees_the_samples_of_one_source_with_their_prompts():
         seen.append(([int(image[0, 0, 0]) for image in images], prompts, ground_truths))
         return {"count": len(images), "shade": np.float32(images[0].mean())}
 
-    found = run_metrics({"look": look}, RESULTS, PIXELS)
+    found = run_metrics({"look": look}, RESULTS, PIXELS, Outputs().attempt)
     assert found == {
         "val-aux/digits/look/count": 4.0,
         "val-aux/digits/look/shade": 0.0,
@@ -35,13 +36,29 @@ def test_a_metric_sees_the_samples_of_one_source_with_their_prompts():
         "val-aux/signs/look/shade": 10.0,
     }
     assert seen[0] == ([0, 1, 20, 21], ["prompt of a"] * 2 + ["prompt of c"] * 2, ["3", "3", "4", "4"])
-    assert run_metrics({}, RESULTS, {}) == {}  # no pixels are needed
+    assert run_metrics({}, RESULTS, {}, Outputs().attempt) == {}  # no pixels are needed
 
 
-@pytest.mark.parametrize("value", [float("nan"), "high", True, None])
-def test_what_is_no_number_is_an_error_that_names_it(value):
-    with pytest.raises(ValueError, match=r"validation metric 'look' of 'digits': x is no finite number"):
-        run_metrics({"look": lambda images, prompts, truths: {"x": value}}, RESULTS, PIXELS)
+def fail(images, prompts, truths):
+    raise SystemError("no judge")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda images, prompts, truths: {"y": 1.0, "x": float("nan")}, "x is no finite number: nan"),
+        (lambda images, prompts, truths: {"x": "high"}, "x is no finite number: 'high'"),
+        (lambda images, prompts, truths: {"x": True}, "x is no finite number: True"),
+        (fail, "SystemError: no judge"),
+    ],
+)
+def test_a_metric_that_fails_is_a_warning_and_leaves_the_others(function, message, caplog):
+    outputs = Outputs()
+    metrics = {"bad": function, "good": lambda images, prompts, truths: {"n": len(images)}}
+    found = run_metrics(metrics, RESULTS, PIXELS, outputs.attempt)
+    assert found == {"val-aux/digits/good/n": 4.0, "val-aux/signs/good/n": 2.0}
+    assert outputs.failed == 2
+    assert "the validation metric 'bad' of 'digits' failed, the run goes on" in caplog.text and message in caplog.text
 
 
 def test_functions_are_found_by_name_or_in_a_file(tmp_path):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ class Validator:
         if dump_dir:
             with trainer.outputs.attempt(f"dumping the validation of step {trainer.global_steps} to {dump_dir}"):
                 dump_samples(trainer, results, dump_dir)
-        figures = run_metrics(trainer.validation_metrics, results, self.manager.pixels)
+        figures = run_metrics(trainer.validation_metrics, results, self.manager.pixels, trainer.outputs.attempt)
         for sample in everything:  # pixels of the training step are still to be dumped
             self.manager.pixels.pop(sample, None)
         return self._metrics(results) | figures
@@ -102,11 +103,14 @@ def run_metrics(
     metrics: Mapping[str, Callable[..., Mapping[str, float]]],
     results: list[GroupResult],
     pixels: Mapping[Sample, np.ndarray],
+    attempt: Callable[[str], AbstractContextManager],
 ) -> dict[str, float]:
     """``val-aux/SOURCE/NAME/KEY`` of the samples of each data source.
 
-    Raises:
-        ValueError: a function gave something that is no number; the message names it.
+    A function that raises, or gives what is no finite number, ends no run: it is a warning, and its figures are absent.
+
+    Args:
+        attempt: see :meth:`verl_digen.trainer.outputs.Outputs.attempt`.
     """
     if not metrics:
         return {}  # the pixels were not kept
@@ -116,10 +120,12 @@ def run_metrics(
         images = [pixels[(s.uid, s.j)] for _, s in samples]
         prompts, truths = [g.prompt for g, _ in samples], [g.ground_truth for g, _ in samples]
         for label, function in metrics.items():
-            for key, value in function(images, prompts, truths).items():
-                if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-                    raise ValueError(f"validation metric {label!r} of {source!r}: {key} is no finite number: {value!r}")
-                out[f"val-aux/{source}/{label}/{key}"] = float(value)
+            with attempt(f"the validation metric {label!r} of {source!r}"):
+                found = function(images, prompts, truths)
+                for key, value in found.items():
+                    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+                        raise ValueError(f"{key} is no finite number: {value!r}")
+                out |= {f"val-aux/{source}/{label}/{key}": float(value) for key, value in found.items()}
     return out
 
 
