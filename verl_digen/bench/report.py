@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_digen.bench.runlog import LogLine, RunLogError, accuracy_series, read_log, series, validation_metrics
+from verl_digen.planner.timeline import COLOURS, OTHER
 from verl_digen.rewards.metrics.digit_quality import REAL
-from verl_digen.schedule.timeline import COLOURS, OTHER
 
 MAX_GRIDS, MAX_TRACES, MAX_POINTS = 40, 6, 1000
 MAX_WARNINGS = 200
