@@ -161,6 +161,14 @@ IMPOSSIBLE = [
         for name in ("generate", "reward", "train", "sync")
         for value in (0, float("inf"))
     ),
+    ({"tcss": {"max_stale_ratio": 0.25}}, "tcss.max_stale_ratio=0.25 is not read with trainer.v1.digen.tcss.enable"),
+    ({"tcss": {"correction": "decoupled"}}, "tcss.correction=decoupled is not read"),
+    ({"tcss": {"enable": True, "weight_cap": 3.0}}, "tcss.weight_cap=3.0 is not read with trainer.v1.digen.tcss.corr"),
+    ({"tcss": {"enable": True, "max_stale_ratio": 0.0}}, "tcss.max_stale_ratio=0.0"),
+    ({"tcss": {"enable": True, "max_stale_ratio": 1.5}}, "tcss.max_stale_ratio=1.5"),
+    ({"tcss": {"enable": True, "correction": "vtrace"}}, "tcss.correction='vtrace'"),
+    ({"tcss": {"enable": True}, "gap": {"enable": True}}, "tcss.enable=true needs trainer.v1.digen.placement=disagg"),
+    ({"tcss": {"enable": True}, "placement": "disaggregated"}, "tcss.enable=true needs trainer.v1.digen.gap.enable"),
     ({"threads": {"trainer": 0}}, "threads.trainer=0"),
     ({"threads": {"rollout": -2}}, "threads.rollout=-2"),
 ]

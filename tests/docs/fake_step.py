@@ -45,4 +45,4 @@ def logged_names() -> list[str]:
     )
     timing = dict.fromkeys(("step", "gen", "update_actor", "update_weights"), 1.0)
     activity = Activity([report], [Scoring(1, 0, 2, 0.0, 0.1)])
-    return [*step_metrics(outcome, plan, activity, timing, step=1, epoch=0, version=0), *SYNC]
+    return [*step_metrics(outcome, plan, activity, timing, step=1, epoch=0), *SYNC]

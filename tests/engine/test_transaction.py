@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -101,6 +102,58 @@ def test_a_row_whose_weights_moved_is_anchored_by_the_rollout(engine, rows, full
     scaled = {name: g * torch.exp(torch.tensor(0.1)).double() for name, g in exact.items()}
     assert distance(gradient_of(engine, loose, [shifted], on_policy=False), scaled) <= 1e-7
     assert distance(gradient_of(engine, loose, [shifted], on_policy=True), full) <= EXACT
+
+
+def moved(row, by=0.01):
+    """As a version before would have scored it."""
+    return replace(row, log_probs=row.log_probs + by, stale=True)
+
+
+@pytest.mark.parametrize("correction", ["clip", "decoupled"])
+@pytest.mark.parametrize("max_cells", [3, None])
+def test_stale_rows_are_corrected_and_fresh_ones_beside_them_are_not(engine, rows, full, correction, max_cells):
+    """The log-ratio of stale cells is -0.01, with a clip range of 1e-3: clipped where the advantage is negative."""
+    step_rule = rule(correction=correction, split_by_staleness=True)
+    size = tile_size(max_cells)
+    mixed = [*rows[:2], *(moved(row) for row in rows[2:])]
+    got = gradient_of(engine, step_rule, [mixed], size)
+    assert distance(gradient_of(engine, step_rule, [rows], size), full) <= EXACT  # TCSS on, nothing stale
+    halves = []
+    for part, anchored in ((mixed[:2], False), (mixed[2:], True)):
+        alone = open_transaction(engine, rule(), on_policy=not anchored)
+        accumulate(alone, part, last=True)
+        halves.append(gradients(engine))
+        alone.abort()
+    if correction == "decoupled":  # no clip: both signs of the advantage count, with the weight exp(-0.01)
+        halves[1] = {name: value * math.exp(-0.01) for name, value in gradient_halves(engine, rows)[1].items()}
+    expected = {name: halves[0][name] + halves[1][name] for name in halves[0]}
+    assert distance(got, expected) <= 1e-9
+    assert distance(got, full) > 1e-3
+
+
+def gradient_halves(engine, rows) -> list[dict[str, torch.Tensor]]:
+    halves = []
+    for part in (rows[:2], rows[2:]):
+        alone = open_transaction(engine, rule())
+        accumulate(alone, part, last=True)
+        halves.append(gradients(engine))
+        alone.abort()
+    return halves
+
+
+def test_ratios_are_told_apart_by_staleness(rows):
+    engine = build_engine(Options())
+    transaction = open_transaction(engine, rule(split_by_staleness=True))
+    accumulate(transaction, [*rows[:2], *(moved(row) for row in rows[2:])], last=True)
+    metrics = transaction.commit(8)
+    assert metrics["fresh/cells"] == metrics["stale/cells"] == 4
+    assert abs(metrics["fresh/ratio_mean"] - 1) <= 1e-9
+    assert metrics["stale/ratio_mean"] == pytest.approx(math.exp(-0.01), abs=1e-9)
+    assert metrics["stale/clip_low"] == 1.0
+    assert metrics["log_prob_gap_max"] <= 1e-9  # of fresh cells: what a newer policy changed is no gap
+    plain = open_transaction(engine, rule())
+    accumulate(plain, rows, last=True)
+    assert not any(name.startswith(("fresh/", "stale/")) for name in plain.commit(8))
 
 
 def test_gradient_checkpointing_gives_the_same_gradient(rows, full):

@@ -257,7 +257,7 @@ def test_step_metrics():
     _, outcome = run(plan, [0, 1, 2, 3])
     timing = {"step": 4.0, "gen": 1.0}
     activity = Activity([report("r", 2.0, 3)], [Scoring(1, 0, 2, 5.0, 6.5)])
-    metrics = step_metrics(outcome, plan, activity, timing, step=3, epoch=1, version=7)
+    metrics = step_metrics(outcome, plan, activity, timing, step=3, epoch=1)
     assert metrics["training/global_step"] == 3 and metrics["training/epoch"] == 1
     assert metrics["reward/mean"] == 1.25 and (metrics["reward/min"], metrics["reward/max"]) == (0, 4)
     assert metrics["reward/group_std_mean"] == pytest.approx(2.5 / 2**0.5) and metrics["reward/zero_std_ratio"] == 0
@@ -272,14 +272,13 @@ def test_step_metrics():
     assert not any(name.startswith("advantage/reward") for name in metrics)
 
 
-def test_staleness_is_what_the_samples_say():
+def test_staleness_is_what_was_measured_when_a_group_was_taken():
     plan = make_plan()
     _, outcome = run(plan, [0, 1, 2, 3])
-    metrics = step_metrics(outcome, plan, Activity(), {"step": 1.0}, step=1, epoch=0, version=8)
-    assert metrics["staleness/max"] == 1 and metrics["staleness/stale_ratio"] == 1.0
-    outcome.groups[0] = result(GROUPS[0], version=8)
-    metrics = step_metrics(outcome, plan, Activity(), {"step": 1.0}, step=1, epoch=0, version=8)
-    assert metrics["staleness/max"] == 1 and metrics["staleness/stale_ratio"] == 0.75
+    outcome.groups[2].staleness = 1
+    metrics = step_metrics(outcome, plan, Activity(), {"step": 1.0}, step=1, epoch=0)
+    names = ("staleness/max", "staleness/stale_groups", "staleness/stale_ratio")
+    assert [metrics[name] for name in names] == [1, 1, 0.25]
 
 
 def test_outcome_lists_samples_group_by_group():

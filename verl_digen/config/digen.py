@@ -170,6 +170,31 @@ class TspConfig:
 
 
 @dataclass(kw_only=True)
+class TcssConfig:
+    enable: bool = False
+    max_stale_ratio: float = 0.5
+    correction: str = "clip"
+    weight_cap: float = 2.0
+
+    def __post_init__(self):
+        _choice("tcss.correction", self.correction, ("clip", "decoupled"))
+        _positive("tcss.weight_cap", self.weight_cap)
+        if not 0.0 < self.max_stale_ratio <= 1.0:
+            raise ValueError(
+                f"{PREFIX}.tcss.max_stale_ratio={self.max_stale_ratio} must lie in (0, 1]; to switch stale groups off "
+                f"set {PREFIX}.tcss.enable=false"
+            )
+        defaults = TcssConfig.__dataclass_fields__
+        for name in ("max_stale_ratio", "correction", "weight_cap"):
+            unread = not self.enable or (name == "weight_cap" and self.correction != "decoupled")
+            if unread and getattr(self, name) != defaults[name].default:
+                why = (
+                    f"{PREFIX}.tcss.enable=false" if not self.enable else f"{PREFIX}.tcss.correction={self.correction}"
+                )
+                raise ValueError(f"{PREFIX}.tcss.{name}={getattr(self, name)} is not read with {why}")
+
+
+@dataclass(kw_only=True)
 class FailureConfig:
     max_retries: int = 2
     generate_timeout_s: float = 1800.0
@@ -228,6 +253,7 @@ class DigenConfig:
     ema: EMAConfig = field(default_factory=EMAConfig)
     gap: GapConfig = field(default_factory=GapConfig)
     tsp: TspConfig = field(default_factory=TspConfig)
+    tcss: TcssConfig = field(default_factory=TcssConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     failure: FailureConfig = field(default_factory=FailureConfig)
     threads: ThreadsConfig = field(default_factory=ThreadsConfig)
@@ -239,6 +265,13 @@ class DigenConfig:
         for mechanism in (self.gap, self.tsp):
             if mechanism.enable is None:
                 mechanism.enable = self.preset == "digen"
+        if self.tcss.enable and self.placement == "colocated":
+            raise ValueError(
+                f"{PREFIX}.tcss.enable=true needs {PREFIX}.placement=disaggregated: colocated replicas share the "
+                "Trainer's devices, so nothing is generated while it trains"
+            )
+        if self.tcss.enable and not self.gap.enable:
+            raise ValueError(f"{PREFIX}.tcss.enable=true needs {PREFIX}.gap.enable=true: groups start one by one")
         if self.gap.fragment_size is not None and not self.gap.enable:
             raise ValueError(
                 f"{PREFIX}.gap.fragment_size={self.gap.fragment_size} is not read with gap.enable=false; "

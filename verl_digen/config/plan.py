@@ -66,6 +66,11 @@ class RunPlan:
         return Deadlines.of(self.digen.failure)
 
     @property
+    def max_stale_ratio(self) -> float:
+        """ρ of TCSS, 0 when it is off."""
+        return self.digen.tcss.max_stale_ratio if self.digen.tcss.enable else 0.0
+
+    @property
     def with_reference(self) -> bool:
         return self.kl_beta > 0
 
@@ -73,6 +78,9 @@ class RunPlan:
         """The plan as (what, value) for the table printed at start-up."""
         digen = self.digen
         mode = digen.placement + ("" if self.one_shot else " + GAP") + (" + TSP" if digen.tsp.enable else "")
+        if digen.tcss.enable:
+            limit = math.floor(self.max_stale_ratio * self.prompts + 1e-9)
+            mode += f" + TCSS (at most {limit} of {self.prompts} groups one version stale, {digen.tcss.correction})"
         tile = "all cells" if digen.tsp.max_cells is None else f"at most {digen.tsp.max_cells} cells"
         if digen.tsp.auto:
             tile += f", searched for within {digen.tsp.memory_fraction:.0%} of the memory"
@@ -81,6 +89,8 @@ class RunPlan:
         trained = self.transformer_parameters if not self.lora_rank else 0
         state = trained * 4 * master / self.trainer_ranks / 2**20
         anchor = "current forward (ratio exactly 1)" if self.on_policy else "rollout log-probs"
+        if self.on_policy and digen.tcss.enable:
+            anchor += "; of stale groups the rollout log-probs"
         return [
             ("mode", mode),
             ("Trainer pool", f"{self.trainer_ranks} ranks{_typed(digen.accelerator_type.trainer)}"),
@@ -134,6 +144,7 @@ def resolve_plan(config: DictConfig) -> RunPlan:
     transitions = _transitions(digen)
     _check_dtypes(config, digen)
     samples = prompts * rollout.n
+    _check_stale(digen, prompts, batch, actor.ppo_epochs)
     kl_beta = actor.kl_loss_coef if actor.use_kl_loss else 0.0
     notes, one_shot = _one_shot(digen, kl_beta)
     notes += _checkpoint_notes(config)
@@ -163,6 +174,23 @@ def resolve_plan(config: DictConfig) -> RunPlan:
         transformer_bytes=size,
         notes=notes,
     )
+
+
+def _check_stale(digen: DigenConfig, prompts: int, batch: int, epochs: int) -> None:
+    tcss = digen.tcss
+    if not tcss.enable:
+        return
+    if math.floor(tcss.max_stale_ratio * prompts + 1e-9) < 1:
+        raise ValueError(
+            f"{PREFIX}.tcss.max_stale_ratio={tcss.max_stale_ratio} of data.train_batch_size={prompts} groups allows no "
+            f"stale group; set it to at least {1 / prompts:g} or {PREFIX}.tcss.enable=false"
+        )
+    if tcss.correction == "decoupled" and (batch != prompts or epochs != 1):
+        raise ValueError(
+            f"{PREFIX}.tcss.correction=decoupled takes the current policy as the proximal one, which holds for one "
+            f"commit per step: actor_rollout_ref.actor.ppo_mini_batch_size={batch} must be data.train_batch_size="
+            f"{prompts} and actor_rollout_ref.actor.ppo_epochs={epochs} must be 1; or use correction=clip"
+        )
 
 
 def _fragment_size(digen: DigenConfig, n: int, samples: int, replicas: int) -> int:

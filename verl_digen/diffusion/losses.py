@@ -75,7 +75,7 @@ def compute_loss(name: str, cells: Cells, cfg: Any, *, planned_cells: int) -> tu
         name: a registered loss.
         cells: key -> [C] or [C, ...]; None counts as absent. The loss says what it requires; with ``cfg.kl_beta`` > 0
             also ``mean``, ``mean_ref`` [C, ...] and ``std`` [C] (form ``transition``) or ``v``, ``v_ref``
-            (``velocity``).
+            (``velocity``). ``importance`` [C], where it is there, multiplies the policy loss of each cell.
         cfg: attributes of ``FlowGRPOConfig`` (or what the loss reads), and ``kl_beta``, ``kl_form``.
         planned_cells: cells of the whole logical batch, not of this call.
 
@@ -100,6 +100,9 @@ def compute_loss(name: str, cells: Cells, cfg: Any, *, planned_cells: int) -> tu
         raise ValueError(f"{count} cells in a logical batch planned for {planned_cells}")
 
     per_cell, metrics = loss.cell_loss(cells, cfg)
+    if cells.get("importance") is not None:
+        per_cell = per_cell * cells["importance"].detach()
+        metrics["importance_sum"] = cells["importance"].detach().double().sum()
     metrics["policy_loss_sum"] = per_cell.detach().double().sum()
     if cfg.kl_beta > 0:
         kl = _kl(cells, cfg.kl_form)
@@ -167,6 +170,31 @@ def flow_grpo(cells: Cells, cfg: FlowGRPOConfig) -> tuple[Tensor, Metrics]:
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     loss = torch.maximum(-advantage * ratio, -advantage * clipped)
     return loss, ratio_metrics(log_prob, anchor, cfg.clip_low, cfg.clip_high)
+
+
+def stale_cells(
+    correction: str, log_prob: Tensor, rollout_log_prob: Tensor, stale: Tensor, weight_cap: float
+) -> dict[str, Tensor | None]:
+    """What the loss needs of cells of which some were sampled by the version before, at the first commit after it.
+
+    Fresh cells keep the current policy as their anchor (ratio 1). Stale cells, with the policy μ that sampled them:
+
+    - ``clip``: anchor μ, so the ratio π/μ is clipped as in PPO;
+    - ``decoupled`` (arXiv 2110.00641): the proximal policy is the current one (ratio 1, never clipped) and the cell is
+      weighed by min(π/μ, ``weight_cap``), without gradient.
+
+    Args:
+        log_prob, rollout_log_prob: [C].
+        stale: [C] bool.
+
+    Returns:
+        ``log_prob_old`` and ``importance`` for :func:`compute_loss`.
+    """
+    now = log_prob.detach()
+    if correction == "clip":
+        return {"log_prob_old": torch.where(stale, rollout_log_prob.to(now.dtype), now), "importance": None}
+    weight = torch.exp(now - rollout_log_prob.to(now.dtype)).clamp(max=weight_cap)
+    return {"log_prob_old": None, "importance": torch.where(stale, weight, torch.ones_like(weight))}
 
 
 def ratio_metrics(log_prob: Tensor, anchor: Tensor, clip_low: float, clip_high: float) -> Metrics:

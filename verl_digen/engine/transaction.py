@@ -23,7 +23,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from verl_digen.diffusion.kernels import transition
-from verl_digen.diffusion.losses import FlowGRPOConfig, compute_loss, log_prob_gap, merge_metrics, summarise_metrics
+from verl_digen.diffusion.losses import (
+    FlowGRPOConfig,
+    compute_loss,
+    log_prob_gap,
+    merge_metrics,
+    ratio_metrics,
+    stale_cells,
+    summarise_metrics,
+)
 from verl_digen.engine.gradients import HeldGradients, drop_gradients, give_back_gradients, recover, take_gradients
 from verl_digen.engine.tiles import SampleRow, Tile, gather_tile
 from verl_digen.engine.tilesize import TileSize
@@ -49,6 +57,10 @@ class StepRule:
         reduce: ``transaction``: gradients are reduced over the ranks once, at the end, and are whole on every
             rank until then; ``tile``: after every tile.
         num_steps: T, for the metrics by transition.
+        correction: loss of stale cells, see :func:`~verl_digen.diffusion.losses.stale_cells`.
+        weight_cap: largest importance weight of ``decoupled``.
+        split_by_staleness: there may be stale cells (TCSS): ratio metrics of fresh and of stale cells, to the policy
+            that sampled.
     """
 
     kind: str
@@ -59,6 +71,9 @@ class StepRule:
     tsp: bool
     reduce: str
     num_steps: int
+    correction: str = "clip"
+    weight_cap: float = 2.0
+    split_by_staleness: bool = False
 
 
 class Transaction:
@@ -69,7 +84,8 @@ class Transaction:
         rule: see :class:`StepRule`.
         tile_size: says when a tile is too large, and learns from it.
         planned_cells: cells of the whole logical batch, over all ranks.
-        on_policy: the weights are those that sampled (anchor = the current forward); else the rollout log-probs anchor.
+        on_policy: the weights are those that sampled (anchor = the current forward), except for stale cells; else the
+            rollout log-probs anchor.
         clamped: advantages are clamped to ``adv_max``; not when they still await their scale (``commit``).
     """
 
@@ -95,6 +111,7 @@ class Transaction:
         self._seen: set[tuple[str, int, int]] = set()
         self._metrics: list[dict] = []
         self._gaps: list[dict] = []
+        self._ratios: tuple[list[dict], list[dict]] = ([], [])  # of fresh and of stale cells, with TCSS
         self._held: HeldGradients | None = None
         self._rng = torch.get_rng_state()
         drop_gradients(self.engine.module)
@@ -272,10 +289,14 @@ class Transaction:
             "log_prob": scored.log_prob,
             "advantage": tile.advantage * tile.weight,
             "log_prob_old": None if self.on_policy else tile.log_prob_rollout,
+            "importance": None,
             "mean": scored.mean,
             "std": scored.std,
             "v": velocity,
         }
+        if any(tile.stale) and self.on_policy:
+            stale = torch.tensor(tile.stale).to(scored.log_prob.device, non_blocking=True)
+            cells |= stale_cells(rule.correction, scored.log_prob, tile.log_prob_rollout, stale, rule.weight_cap)
         if config.kl_beta > 0:
             with torch.no_grad(), engine.reference_policy() as module:
                 cells["v_ref"] = predict(module)
@@ -287,7 +308,23 @@ class Transaction:
         (loss * dist.get_world_size()).backward()
         if counted:
             self._metrics.append(metrics)
-            self._gaps.append(log_prob_gap(scored.log_prob, tile.log_prob_rollout, tile.transition, rule.num_steps))
+            self._note(tile, scored.log_prob.detach())
+
+    def _note(self, tile: Tile, log_prob: torch.Tensor) -> None:
+        """Where policy and rollout stand: both compute the same for fresh cells; a stale cell is a version behind."""
+        config, steps = self.loss_config, self.rule.num_steps
+        if not any(tile.stale):
+            self._gaps.append(log_prob_gap(log_prob, tile.log_prob_rollout, tile.transition, steps))
+        for stale, ratios in enumerate(self._ratios if self.rule.split_by_staleness else ()):
+            places = [i for i, is_stale in enumerate(tile.stale) if is_stale == bool(stale)]
+            if not places:
+                continue
+            index = torch.tensor(places).to(log_prob.device, non_blocking=True)
+            now, then, k = (values[index] for values in (log_prob, tile.log_prob_rollout, tile.transition))
+            if not stale and any(tile.stale):
+                self._gaps.append(log_prob_gap(now, then, k, steps))
+            metrics = ratio_metrics(now, then, config.clip_low, config.clip_high)
+            ratios.append(metrics | {"count": torch.full_like(metrics["approx_kl_sum"], len(places))})
 
     def commit(self, total_cells: int, scale: float = 1.0) -> dict[str, float]:
         """Clip and step once.
@@ -338,18 +375,21 @@ class Transaction:
     def _summary(self) -> dict[str, float]:
         local = [
             {k: v.cpu() for k, v in merge_metrics(parts).items()} if parts else None
-            for parts in (self._metrics, self._gaps)
+            for parts in (self._metrics, self._gaps, *self._ratios)
         ]
         gathered = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, local)
-        of_losses, gap = (
-            merge_metrics(part for part in parts if part is not None) for parts in zip(*gathered, strict=True)
-        )
+        of_all = ([part for part in parts if part is not None] for parts in zip(*gathered, strict=True))
+        of_losses, gaps, *ratios = (merge_metrics(parts) if parts else None for parts in of_all)
         metrics = summarise_metrics(of_losses)
-        count = gap["log_prob_gap_count"]
-        metrics["log_prob_gap_mean"] = float(gap["log_prob_gap_sum"].sum() / count.sum())
-        metrics["log_prob_gap_max"] = float(gap["log_prob_gap_max"].max())
-        for k in range(len(count)):
-            if count[k] > 0:
-                metrics[f"log_prob_gap/transition_{k}"] = float(gap["log_prob_gap_sum"][k] / count[k])
+        if gaps is not None:
+            count = gaps["log_prob_gap_count"]
+            metrics["log_prob_gap_mean"] = float(gaps["log_prob_gap_sum"].sum() / count.sum())
+            metrics["log_prob_gap_max"] = float(gaps["log_prob_gap_max"].max())
+            for k in range(len(count)):
+                if count[k] > 0:
+                    metrics[f"log_prob_gap/transition_{k}"] = float(gaps["log_prob_gap_sum"][k] / count[k])
+        for name, merged in zip(("fresh", "stale"), ratios, strict=True):
+            if merged is not None:
+                metrics |= {f"{name}/{key}": value for key, value in summarise_metrics(merged).items()}
         return metrics

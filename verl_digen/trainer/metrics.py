@@ -21,7 +21,6 @@ def step_metrics(
     *,
     step: int,
     epoch: int,
-    version: int,
 ) -> dict[str, float]:
     """Metrics of one training step by name.
 
@@ -31,7 +30,6 @@ def step_metrics(
 
     Args:
         activity: of replicas and reward workers in this step.
-        version: version under which the step was to be generated.
     """
     out: dict[str, float] = {"training/global_step": step, "training/epoch": epoch}
     out |= _rewards(outcome)
@@ -40,8 +38,12 @@ def step_metrics(
     out |= {f"actor/{k}": v for k, v in merged.items() if k not in ("commit_started", "commit_ended")}
     out |= {f"timing_s/{k}": v for k, v in timing_raw.items()}
     out |= _performance(outcome, plan, activity, timing_raw)
-    lags = [version - s.version for s in outcome.samples]
-    out |= {"staleness/max": max(lags), "staleness/stale_ratio": float(np.mean([lag > 0 for lag in lags]))}
+    lags = [group.staleness for group in outcome.groups]
+    out |= {
+        "staleness/max": max(lags),
+        "staleness/stale_groups": sum(lag > 0 for lag in lags),
+        "staleness/stale_ratio": float(np.mean([lag > 0 for lag in lags])),
+    }
     return out
 
 
@@ -73,13 +75,13 @@ def numbers(extra: dict[str, Any]) -> dict[str, float]:
 def merge_commits(commits: Sequence[dict[str, float]]) -> dict[str, float]:
     """Means over the logical batches of a step; maxima of what is a maximum; the last learning rate."""
     merged = {}
-    for name in commits[-1]:
+    for name in dict.fromkeys(name for commit in commits for name in commit):
         values = [commit[name] for commit in commits if name in commit]
         if name == "lr":
             merged[name] = values[-1]
         elif "max" in name or name.startswith("peak"):
             merged[name] = max(values)
-        elif name == "commit_s" or name == "cells":
+        elif name == "commit_s" or name.endswith("cells"):
             merged[name] = sum(values)
         else:
             merged[name] = sum(values) / len(values)

@@ -52,6 +52,10 @@ class StepOutcome:
         return [sample for group in self.groups for sample in group.samples]
 
 
+def _stale_samples(groups: Sequence[GroupResult]) -> frozenset[Sample]:
+    return frozenset(sample for group in groups if group.staleness for sample in group.group.samples)
+
+
 class TrainingStep:
     """Runs steps of a plan on the training worker group.
 
@@ -63,6 +67,7 @@ class TrainingStep:
 
     def __init__(self, plan: RunPlan, ranks: TrainerGroup, manager: DiffusionRolloutManager):
         self.plan, self.ranks, self.manager = plan, ranks, manager
+        self._stale: frozenset[Sample] = frozenset()
 
     def run(
         self,
@@ -71,9 +76,13 @@ class TrainingStep:
         version: int,
         training_step: int,
         timing_raw: dict[str, float],
+        ahead: Sequence[PromptGroup] = (),
         keep_pixels: set[Sample] = frozenset(),
     ) -> StepOutcome:
         """Generate, score and train one step.
+
+        Args:
+            ahead: groups of the next step, of which some may start under this version (TCSS).
 
         Raises:
             RolloutError: generation or scoring failed for good.
@@ -84,7 +93,7 @@ class TrainingStep:
         size = plan.prompts_per_batch
         batches = [groups[i : i + size] for i in range(0, len(groups), size)]
         self.manager.generate_sequences(
-            list(groups), version=version, training_step=training_step, keep_pixels=keep_pixels
+            list(groups), version=version, training_step=training_step, ahead=ahead, keep_pixels=keep_pixels
         )
         try:
             if plan.one_shot:
@@ -109,6 +118,7 @@ class TrainingStep:
                 result = self._next_group()
                 results[result.group.uid] = result
         outcome.groups = list(results.values())
+        self._stale = _stale_samples(outcome.groups)
         for batch in batches:
             members = [results[group.uid] for group in batch]
             outcome.advantages |= self._advantages(members, self.plan.digen.algorithm.norm)[0]
@@ -143,6 +153,7 @@ class TrainingStep:
                 missing.discard(uid)
                 members.append(result)
                 outcome.groups.append(result)
+                self._stale |= _stale_samples([result])
                 advantages, _ = self._advantages([result], "none" if deferred else norm)
                 outcome.advantages |= advantages
                 refs += self._accumulate(result.group.samples, advantages, last=not missing, rotate=len(outcome.groups))
@@ -197,6 +208,7 @@ class TrainingStep:
             samples=tuple(samples),
             transitions=self.plan.transitions,
             advantages={sample: advantages[sample] for sample in samples},
+            stale=self._stale.intersection(samples),
             rotate=rotate,
             last=last,
         )

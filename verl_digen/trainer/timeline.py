@@ -43,32 +43,37 @@ def step_trace(plan: RunPlan, outcome: StepOutcome, activity: Activity, times: S
     if plan.digen.placement == "disaggregated":
         devices["trainer"] = plan.trainer_ranks
     trace = Trace(source="measured", devices=devices)
+
+    def span(row: str, name: str, start: float, end: float, detail: str = "") -> None:
+        if end > zero:  # work for the next step begins in this one, and is told of when it ends
+            trace.work(row, name, max(start - zero, 0.0), end - zero, detail)
+
     for report in activity.reports:
-        trace.work(
+        span(
             report.replica,
             "generate",
-            report.started - zero,
-            report.ended - zero,
+            report.started,
+            report.ended,
             f"fragment {report.fragment_id}, {len(report.samples)} samples, version {report.version}",
         )
-        decoded = report.ended - report.phases["store"] - zero
-        trace.work(report.replica, "decode", decoded - report.phases["decode"], decoded)
+        decoded = report.ended - report.phases["store"]
+        span(report.replica, "decode", decoded - report.phases["decode"], decoded)
     for scoring in activity.scorings:
         detail = f"fragment {scoring.fragment_id}, {scoring.samples} samples, worker {scoring.worker}"
-        trace.work("reward", "score", scoring.started - zero, scoring.ended - zero, detail)
+        span("reward", "score", scoring.started, scoring.ended, detail)
     for group in outcome.groups:
         if group.taken:
-            trace.work("driver", "assemble", group.completed - zero, group.taken - zero, f"group {group.group.uid}")
+            span("driver", "assemble", group.completed, group.taken, f"group {group.group.uid}")
     for done in outcome.accumulated:
         if done["rank"] != 0:
             continue
-        trace.work("trainer", "fetch", done["started"] - zero, done["fetched"] - zero)
+        span("trainer", "fetch", done["started"], done["fetched"])
         for start, end, cells in done["tile_times"]:
-            trace.work("trainer", "train", start - zero, end - zero, f"{cells} cells")
+            span("trainer", "train", start, end, f"{cells} cells")
     for commit in outcome.commits:
-        trace.work("trainer", "commit", commit["commit_started"] - zero, commit["commit_ended"] - zero)
+        span("trainer", "commit", commit["commit_started"], commit["commit_ended"])
     for start, end in times.publishes:
-        trace.work("publish", "publish", start - zero, end - zero)
+        span("publish", "publish", start, end)
     _find_bubbles(trace, plan, times.ended - zero)
     return trace
 

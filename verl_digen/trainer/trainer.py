@@ -215,6 +215,9 @@ class DigenTrainer(PPOTrainer):
             ),
             tsp=digen.tsp.enable,
             reduce=digen.tsp.reduce,
+            correction=digen.tcss.correction,
+            weight_cap=digen.tcss.weight_cap,
+            split_by_staleness=digen.tcss.enable,
             num_steps=digen.sampling.num_steps,
         )
 
@@ -225,7 +228,7 @@ class DigenTrainer(PPOTrainer):
             restart=self._restart_replica if self.disaggregated else None,
             expected=self.expected_sampling,
             reward_restart=self.reward_loop_manager.restart,
-            ledger=StaleLedger(self.plan.prompts, published=self.global_steps),
+            ledger=StaleLedger(self.plan.prompts, self.plan.max_stale_ratio, published=self.global_steps),
         )
 
     def _restart_replica(self, replica: DiffusersReplica, worker) -> None:
@@ -250,14 +253,17 @@ class DigenTrainer(PPOTrainer):
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         """One training step under the current version; see :mod:`verl_digen.trainer.step`."""
         self._times = StepTimes(started=time.time())
-        groups = self._groups_of_step(self.global_steps)
+        groups, ahead = self._groups_of_step(self.global_steps), []
+        if self.plan.digen.tcss.enable and self.global_steps < self.total_training_steps:
+            ahead = self._groups_of_step(self.global_steps + 1)
         runner = TrainingStep(self.plan, self.ranks, self.agent_loop_manager)
         self.outcome = runner.run(
             groups,
             version=self.checkpoint_manager.version,
             training_step=self.global_steps,
             timing_raw=timing_raw,
-            keep_pixels=self._pixels_to_keep(groups),
+            ahead=ahead,
+            keep_pixels=self._pixels_to_keep(groups + ahead),
         )
         keys = [row_key(uid, j) for group in groups for uid, j in group.samples] + [group.uid for group in groups]
         return KVBatchMeta(partition_id=TRAIN, keys=keys, tags=[{} for _ in keys])
@@ -270,8 +276,10 @@ class DigenTrainer(PPOTrainer):
         return 0
 
     def on_step_end(self) -> None:
+        started = time.time()
         with marked_timer("update_weights", self.timing_raw):
             self._sync_metrics = self._publish()
+        self._times.publishes.append((started, time.time()))
         self._times.ended = time.time()  # validation comes after it
         learning = self.outcome.commits[-1]
         if not self._sync_metrics["sync/changed"] and learning["lr"] > 0 and learning["grad_norm"] > 0:
@@ -300,12 +308,9 @@ class DigenTrainer(PPOTrainer):
 
     def _update_weights(self, averaged: bool) -> dict[str, float]:
         """Replicas that died meanwhile are replaced, a bounded number of times."""
-        started = time.time()
         for attempt in range(self.plan.digen.failure.max_retries + 1):
             try:
-                done = self.checkpoint_manager.update_weights(self.global_steps, averaged=averaged)
-                self._times.publishes.append((started, time.time()))
-                return done
+                return self.checkpoint_manager.update_weights(self.global_steps, averaged=averaged)
             except (ray.exceptions.RayError, TimeoutError) as error:
                 if not self.disaggregated:
                     raise
@@ -364,7 +369,6 @@ class DigenTrainer(PPOTrainer):
                 timing_raw,
                 step=global_steps,
                 epoch=epoch,
-                version=self.checkpoint_manager.version - 1,
             )
         )
         metrics.update(bubble_metrics(trace))

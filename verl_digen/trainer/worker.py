@@ -41,6 +41,7 @@ class TrainFragment:
         rotate: which rank takes the first, larger share, so that many small fragments balance out.
         last: it completes the logical batch.
         partition: of the TransferQueue.
+        stale: samples of groups that were generated one version ago.
     """
 
     samples: tuple[tuple[str, int], ...]
@@ -49,6 +50,7 @@ class TrainFragment:
     rotate: int
     last: bool
     partition: str = "train"
+    stale: frozenset[tuple[str, int]] = frozenset()
 
 
 class DiffusionActorWorker(RolloutRole, TrainingWorker):
@@ -239,6 +241,7 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
                 starts=tuple(columns["starts"][i].tolist()),
                 log_probs=columns["rollout_log_probs"][i],
                 advantage=fragment.advantages[(uid, j)],
+                stale=(uid, j) in fragment.stale,
                 cond=self._conditions[uid][0],
                 negative=self._conditions[uid][1],
             )
