@@ -29,6 +29,7 @@ SECTIONS = {
     "ema": "Averaged weights",
     "gap": "Generation-axis pipeline (GAP)",
     "tsp": "Timestep parallelism (TSP)",
+    "tcss": "One version stale (TCSS)",
     "trace": "Timelines",
     "failure": "Failures and deadlines",
     "threads": "CPU threads",
@@ -100,6 +101,14 @@ DIGEN = {
     "`auto=false`.",
     "tsp.reduce": "Gradients are reduced over the ranks once per `transaction`, and are whole on every rank until "
     "then; or after every `tile`, which needs less memory and more communication.",
+    "tcss.enable": "Replicas begin groups of the next step with the weights they hold while this step still trains and "
+    "publishes, see [scheduling](scheduling.md). Needs GAP and disaggregated placement.",
+    "tcss.max_stale_ratio": "At most this share of the groups of a step, rounded down, is one version stale; above 0, at "
+    "most 1. No group is ever two versions stale.",
+    "tcss.correction": "Loss of stale groups: `clip` (ratio to the policy that sampled them, clipped as ever), or "
+    "`decoupled` (ratio to the current policy, weighed by the truncated importance weight; one optimizer step per "
+    "rollout).",
+    "tcss.weight_cap": "Largest importance weight with `decoupled`.",
     "trace.every": "Write the timeline (JSON for Perfetto, PNG) and the measured costs of every so many steps to "
     "`traces/` of `trainer.default_local_dir`; 0 writes none.",
     "failure.max_retries": "Attempts after the first one, for a fragment and for scoring it, before the step fails.",

@@ -28,7 +28,7 @@ def logged_names() -> list[str]:
     samples = [SimpleNamespace(reward=float(j), extra={}, version=0) for j in range(2)]
     outcome = SimpleNamespace(
         samples=samples,
-        groups=[SimpleNamespace(samples=samples)],
+        groups=[SimpleNamespace(samples=samples, staleness=0)],
         commits=[commit],
         accumulated=[{"tiles": 1.0, "fetch": 1.0}],
         waited=0.5,

@@ -148,44 +148,6 @@ class StaleLedger:
         """Groups of ``step`` started one version behind."""
         return self._stale.get(step, 0)
 
-    def state_dict(self) -> dict:
-        """Everything, as JSON types; uids keep their type."""
-        return {
-            "groups_per_step": self.groups_per_step,
-            "max_stale_ratio": self.max_stale_ratio,
-            "published": self.published,
-            "groups": [[uid, entry.step, entry.version, entry.consumed] for uid, entry in self._groups.items()],
-            "closed": sorted(self._closed),
-        }
-
-    @classmethod
-    def from_state_dict(cls, state: dict, *, groups_per_step: int, max_stale_ratio: float) -> StaleLedger:
-        """Rebuild a ledger for a resumed run whose configuration asks for the given bound.
-
-        Raises:
-            ValueError: P differs from the saved run.
-            StalenessError: the saved groups break the bound of the resumed run.
-        """
-        if state["groups_per_step"] != groups_per_step:
-            raise ValueError(
-                f"ledger: the checkpoint has groups_per_step={state['groups_per_step']}, "
-                f"the run asks for {groups_per_step}"
-            )
-        ledger = cls(groups_per_step, max_stale_ratio)
-        ledger.published = int(state["published"])
-        ledger._closed = set(state["closed"])
-        for uid, step, version, consumed in state["groups"]:
-            ledger._groups[uid] = _Entry(step, version, consumed)
-            if version < step:
-                ledger._stale[step] = ledger._stale.get(step, 0) + 1
-        for step, count in ledger._stale.items():
-            if count > ledger.stale_limit:
-                raise StalenessError(
-                    f"the checkpoint holds {count} stale groups of step {step}; max_stale_ratio={max_stale_ratio} "
-                    f"of {groups_per_step} groups allows {ledger.stale_limit}"
-                )
-        return ledger
-
     def _entry(self, uid: Uid) -> _Entry:
         entry = self._groups.get(uid)
         if entry is None:
