@@ -103,8 +103,8 @@ DIGEN = {
     "then; or after every `tile`, which needs less memory and more communication.",
     "tcss.enable": "Replicas begin groups of the next step with the weights they hold while this step still trains and "
     "publishes, see [scheduling](scheduling.md). Needs GAP and disaggregated placement.",
-    "tcss.max_stale_ratio": "At most this share of the groups of a step, rounded down, is one version stale; above 0, at "
-    "most 1. No group is ever two versions stale.",
+    "tcss.max_stale_ratio": "At most this share of the groups of a step, rounded down, is one version stale; above 0, "
+    "at most 1. No group is ever two versions stale.",
     "tcss.correction": "Loss of stale groups: `clip` (ratio to the policy that sampled them, clipped as ever), or "
     "`decoupled` (ratio to the current policy, weighed by the truncated importance weight; one optimizer step per "
     "rollout).",

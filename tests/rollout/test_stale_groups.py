@@ -1,7 +1,7 @@
 """TCSS through the real manager, with replicas whose timing is forced: I4 and I5 hold whatever happens.
 
-A replica is a line of calls that it handles in order, as a Ray actor does: fragments and publishes. It stamps a fragment
-with the version it holds when its turn comes, and refuses one that asks for another.
+A replica is a line of calls that it handles in order, as a Ray actor does: fragments and publishes. It stamps a
+fragment with the version it holds when its turn comes, and refuses one that asks for another.
 """
 
 from __future__ import annotations
