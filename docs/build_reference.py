@@ -71,6 +71,8 @@ DIGEN = {
     "sampling.selection.per": "The random choice is drawn per prompt `group` or per training `step`. Never per sample.",
     "validation.num_steps": "Denoising steps in validation, which samples by the ODE; null takes `sampling.num_steps`.",
     "validation.guidance_scale": "Guidance in validation; null takes `sampling.guidance_scale`.",
+    "validation.batch_size": "Samples that a replica denoises in one batch in validation; null takes as many as in "
+    "training.",
     "validation.grid_samples": "Images in the sample grid written at each validation; 0 writes none.",
     "validation.metrics": "Metric name → entry as of a reward, without `weight`: figures of all validation samples, "
     "see [rewards](rewards.md#validation-metrics).",

@@ -51,7 +51,7 @@ install_all() {
         python -m pip install --quiet -r "$ROOT/requirements-cpu.txt"
     fi
     say "installing verl-digen"
-    python -m pip install --quiet "$ROOT"
+    (cd "$ROOT" && python -m pip install --quiet .) # a name with brackets or @ is no path to pip
 }
 
 if [[ "${QUICKSTART_VENV:-}" == active ]]; then
@@ -77,7 +77,7 @@ OUT="${QUICKSTART_OUT:-$ROOT/runs/digits-$(date +%Y%m%d-%H%M%S)}"
 [[ -e "$OUT" ]] && OUT="$OUT-$$"
 mkdir -p "$OUT"
 OUT="$(cd "$OUT" && pwd)"
-cd "$OUT" # whatever veRL and Hydra write besides goes here
+cd "$OUT" # whatever veRL and Hydra write besides goes here; paths from here need no quoting for Hydra
 
 say "model and prompts"
 verl-digen prepare digits --out "$OUT/data" >"$OUT/prepare.log"
@@ -91,7 +91,7 @@ trap 'kill "$FOLLOWER" 2>/dev/null || true' EXIT
 train() {
     python -m verl.trainer.main_ppo --config-dir "$ROOT/recipes" --config-name "${RECIPE:-digits}" \
         trainer.val_before_train=true trainer.v1.digen.trace.every=5 "$@" \
-        "recipe.digits_dir=$OUT/data" "trainer.default_local_dir=$OUT/checkpoints" 'trainer.logger=[console,file]'
+        recipe.digits_dir=data trainer.default_local_dir=checkpoints 'trainer.logger=[console,file]'
 }
 if ! train "$@" >"$OUT/train.log" 2>&1; then
     printf '\n... the last lines of %s:\n' "$OUT/train.log" >&2

@@ -142,6 +142,13 @@ REFUSED = [
     ([f"{D}.arithmetic=float64"], [f"{D}.arithmetic=float64", "model.dtype=float32"]),
     (["actor_rollout_ref.model.dtype=float64"], [f"{D}.arithmetic=float32", "model.dtype=float64"]),
     (["data.train_files=missing.parquet"], ["data.train_files", "missing.parquet does not exist"]),
+    (["data.train_files=null"], ["data.train_files=None", "prompts to train"]),
+    (["data.train_files=[]"], ["data.train_files=[]", "prompts to train"]),
+    (["data.val_files=null"], ["data.val_files=None", "trainer.test_freq=10", "trainer.test_freq=-1"]),
+    (["data.val_files=[]", "trainer.test_freq=-1"], ["data.val_files=[]", "val_before_train=True"]),
+    (["actor_rollout_ref.rollout.val_kwargs.n=0"], ["val_kwargs.n=0 must be 1 or more", "trainer.test_freq=-1"]),
+    (["trainer.val_only=true", "trainer.val_before_train=false"], ["trainer.val_only=true", "val_before_train=true"]),
+    ([f"{D}.validation.batch_size=0"], [f"{D}.validation.batch_size=0 must be a positive"]),
     (["data.val_files=[missing.parquet]"], ["data.val_files", "missing.parquet does not exist"]),
     ([f"~{D}.rewards.digit_classifier"], [f"{D}.rewards", "reward.custom_reward_function.path"]),
     (["actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"], ["'vanilla'", "flow_grpo"]),
@@ -170,6 +177,11 @@ def test_refused_with_the_numbers_and_the_option(plan, overrides, words):
         plan(*overrides)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("files", ["null", "[]", "missing.parquet"])
+def test_a_run_without_validation_needs_no_validation_prompts(plan, files):
+    plan(f"data.val_files={files}", "trainer.test_freq=-1", "trainer.val_before_train=false")
 
 
 def test_checkpoints_that_cannot_be_resumed_are_noted(plan):

@@ -485,6 +485,15 @@ def test_with_gap_fragments_keep_to_their_group(build):
     assert [len(piece.samples) for piece in one_shot._cut(groups(2), 0)] == [3, 3, 2]
 
 
+def test_a_validation_of_any_size_is_cut_as_it_says(build):
+    setup = build(digen=DigenConfig())
+    many = [replace(g, partition=VALIDATION) for g in groups(5)]  # 20 samples, one replica
+    setup.manager.generate_sequences(many, version=0, training_step=1, batch_size=6)
+    for _ in many:
+        setup.manager.next_group(10.0)
+    assert [len(f.samples) for f in setup.replicas[0].workers[0].fragments] == [6, 6, 6, 2]
+
+
 def test_distillation_teachers_are_refused():
     with pytest.raises(ValueError, match="distillation"):
         DiffusionRolloutManager.create(None, None, teacher_client=object())

@@ -42,7 +42,7 @@ class Trainer:
 
     _val_metrics_update = PPOTrainer._val_metrics_update
 
-    def __init__(self, folder, results=(), *, dump: bool = False):
+    def __init__(self, folder, results=(), *, dump: bool = False, batch_size: int | None = None, gap: bool = False):
         self.outputs, self.outcome, self.global_steps = Outputs(), None, 4
         self.config = SimpleNamespace(
             trainer={"default_local_dir": str(folder), "validation_data_dir": str(folder / "dump") if dump else None},
@@ -50,7 +50,10 @@ class Trainer:
         )
         self.config.trainer = type("Options", (dict,), {"__getattr__": dict.__getitem__})(self.config.trainer)
         self.plan = SimpleNamespace(
-            digen=SimpleNamespace(validation=SimpleNamespace(grid_samples=4)),
+            digen=SimpleNamespace(
+                validation=SimpleNamespace(grid_samples=4, batch_size=batch_size), gap=SimpleNamespace(enable=gap)
+            ),
+            fragment_size=12,
             deadlines=SimpleNamespace(group=SimpleNamespace(seconds=1.0)),
         )
         self.checkpoint_manager = SimpleNamespace(version=3)
@@ -65,9 +68,10 @@ class Trainer:
             for r in results
         ]
         left = list(results)
+        self.asked: dict = {}
         self.agent_loop_manager = SimpleNamespace(
             pixels={(s.uid, s.j): np.zeros((8, 8, 1), np.uint8) for r in results for s in r.samples},
-            generate_sequences=lambda *args, **options: None,
+            generate_sequences=lambda *args, **options: self.asked.update(options),
             next_group=lambda timeout: left.pop(0),
         )
         self.logger = SimpleNamespace(logger={})
@@ -93,6 +97,15 @@ def test_numbers_that_some_samples_report_are_kept_by_data_source(tmp_path):
     assert metrics["val-aux/scans/jpeg_kb/mean@2"] == 3.0
     assert metrics["val-aux/scans/rare/mean@1"] == 8.0
     assert not any("text" in name or "digits/jpeg" in name or "scans/acc" in name for name in metrics)
+
+
+@pytest.mark.parametrize(
+    ("options", "size"), [({}, 12), ({"batch_size": 5}, 5), ({"gap": True}, None), ({"gap": True, "batch_size": 5}, 5)]
+)
+def test_a_batch_of_validation_is_no_larger_than_one_of_training(tmp_path, options, size):
+    trainer = Trainer(tmp_path, [group("val000000", "digits", [{}, {}])], **options)
+    Validator(trainer).run()
+    assert trainer.asked["batch_size"] == size
 
 
 def test_a_picture_or_a_dump_that_fails_is_a_warning_and_counted(tmp_path, caplog):

@@ -21,6 +21,7 @@ from verl_digen.bench.predict import COSTS, FOLDER, predict, read_measured
 from verl_digen.bench.processes import Watched, watch
 from verl_digen.bench.runlog import STEP_SECONDS, read_log, series
 from verl_digen.bench.workload import FloorSpec, compose_recipe, floor_spec, prepare
+from verl_digen.config.paths import override
 from verl_digen.config.plan import resolve_plan
 from verl_digen.schedule.profile import Profile
 
@@ -132,7 +133,7 @@ def run_bench(plan: Plan, say: Callable[[str], None] = lambda _: None) -> dict:
     out = plan.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     data = prepare(out / "data")
-    overrides = (f"recipe.digits_dir={data}", *plan.overrides)
+    overrides = (override("recipe.digits_dir", data), *plan.overrides)
     config = compose_recipe(plan.recipes, overrides)
     total = plan.warmup + plan.steps
     spec = floor_spec(config, total) if FLOOR in plan.modes else None
@@ -203,7 +204,7 @@ def run_command(mode: str, folder: Path, plan: Plan, overrides: Sequence[str]) -
         "trainer.save_freq=-1",
         "trainer.resume_mode=disable",
         "trainer.logger=[console,file]",
-        f"trainer.default_local_dir={folder}",
+        override("trainer.default_local_dir", folder),
         f"trainer.v1.digen.trace.every={plan.warmup + plan.steps}",
         *MODES[mode],
         *overrides,

@@ -17,6 +17,7 @@ from verl_digen.bench.digits import MODES, measure_mode
 from verl_digen.bench.digits import Plan as DigitsPlan
 from verl_digen.bench.predict import COSTS, FOLDER, predict, read_measured
 from verl_digen.bench.workload import compose_recipe
+from verl_digen.config.paths import override
 from verl_digen.config.plan import resolve_plan
 from verl_digen.planner.catalog import Case, read_case
 from verl_digen.schedule.profile import Profile
@@ -80,9 +81,9 @@ def overrides_of(case: Case, data: Path, generator: int, trainer: int, cells: in
             f"{digen}.sampling.selection.window_size={work.trained_transitions}",
         )
     return (
-        f"actor_rollout_ref.model.path={data / 'model'}",
-        f"data.train_files={data / 'prompts.parquet'}",
-        f"data.val_files={data / 'prompts.parquet'}",
+        override("actor_rollout_ref.model.path", data / "model"),
+        override("data.train_files", data / "prompts.parquet"),
+        override("data.val_files", data / "prompts.parquet"),
         f"data.train_batch_size={work.groups}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={work.groups // work.logical_batches}",
         f"actor_rollout_ref.rollout.n={work.samples_per_group}",

@@ -105,11 +105,13 @@ class RewardSpec(FunctionSpec):
 class ValidationConfig:
     num_steps: int | None = None
     guidance_scale: float | None = None
+    batch_size: int | None = None
     grid_samples: int = 40
     metrics: dict[str, FunctionSpec] = field(default_factory=dict)
 
     def __post_init__(self):
-        _positive("validation.num_steps", self.num_steps, optional=True)
+        for name in ("num_steps", "batch_size"):
+            _positive(f"validation.{name}", getattr(self, name), optional=True)
         if self.grid_samples < 0:
             raise ValueError(f"{PREFIX}.validation.grid_samples={self.grid_samples} must be 0 or more")
 

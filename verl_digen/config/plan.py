@@ -149,6 +149,7 @@ def resolve_plan(config: DictConfig) -> RunPlan:
     notes, one_shot = _one_shot(digen, kl_beta)
     notes += _checkpoint_notes(config)
     parameters, size = transformer_size(config.actor_rollout_ref.model.path)
+    _check_validation(config)
     _check_files(config)
     clip_low = actor.clip_ratio_low if actor.clip_ratio_low is not None else actor.clip_ratio
     clip_high = actor.clip_ratio_high if actor.clip_ratio_high is not None else actor.clip_ratio
@@ -317,10 +318,42 @@ def _check_dtypes(config: DictConfig, digen: DigenConfig) -> None:
         )
 
 
+def validates(config: DictConfig) -> bool:
+    """Whether the run has any validation."""
+    return bool(config.trainer.val_before_train) or config.trainer.test_freq > 0
+
+
+def prompt_files(config: DictConfig, option: str) -> list[str]:
+    """The files of ``data.train_files`` or ``data.val_files``, which are null, one or several."""
+    files = config.data[option]
+    return [files] if isinstance(files, str) else list(files or [])
+
+
+def _check_validation(config: DictConfig) -> None:
+    n = config.actor_rollout_ref.rollout.val_kwargs.n
+    if n < 1:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.val_kwargs.n={n} must be 1 or more; to run no validation, set "
+            "trainer.test_freq=-1 and trainer.val_before_train=false"
+        )
+    if config.trainer.val_only and not config.trainer.val_before_train:
+        raise ValueError(
+            "trainer.val_only=true runs the validation before training and ends, but trainer.val_before_train=false "
+            "switches that off; set trainer.val_before_train=true"
+        )
+    if validates(config) and not prompt_files(config, "val_files"):
+        raise ValueError(
+            f"data.val_files={config.data.val_files}: trainer.val_before_train={config.trainer.val_before_train} and "
+            f"trainer.test_freq={config.trainer.test_freq} ask for a validation; name a file, or set "
+            "trainer.val_before_train=false and trainer.test_freq=-1"
+        )
+
+
 def _check_files(config: DictConfig) -> None:
-    for option in ("train_files", "val_files"):
-        files = config.data[option]
-        for file in [files] if isinstance(files, str) else list(files or []):
+    if not prompt_files(config, "train_files"):
+        raise ValueError(f"data.train_files={config.data.train_files}: a run needs prompts to train; name a file")
+    for option in ("train_files", "val_files") if validates(config) else ("train_files",):
+        for file in prompt_files(config, option):
             if not os.path.isfile(os.path.expanduser(file)):
                 raise ValueError(f"data.{option}: {file} does not exist (for digits: verl-digen prepare digits)")
 

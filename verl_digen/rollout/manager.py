@@ -134,6 +134,7 @@ class DiffusionRolloutManager:
         training_step: int,
         ahead: Sequence[PromptGroup] = (),
         keep_pixels: set[tuple[str, int]] = frozenset(),
+        batch_size: int | None = None,
     ) -> None:
         """Announce the prompt groups of a step, or of a validation; returns at once.
 
@@ -143,17 +144,18 @@ class DiffusionRolloutManager:
             training_step: 1-based.
             ahead: groups of the next training step, of which the ledger may let some start before the next publish.
             keep_pixels: samples whose pixels the driver wants (grids); they appear in :attr:`pixels`.
+            batch_size: samples of a fragment; None takes the options of training.
         """
         self._keep_pixels |= keep_pixels
         if groups[0].partition == VALIDATION:
             ledger = StaleLedger(len(groups), published=version)
             book = GroupBook(ledger, same_noise=False)
-            self._call(self._announce, book, version, groups, training_step)
+            self._call(self._announce, book, version, groups, training_step, batch_size)
         else:
             book = self._training
             steps = [(version, groups, training_step)] + ([(version + 1, ahead, training_step + 1)] if ahead else [])
             for step in steps:
-                self._call(self._announce, book, *step)
+                self._call(self._announce, book, *step, batch_size)
         self._current = book, version
 
     def next_group(self, timeout_s: float) -> GroupResult:
@@ -227,21 +229,23 @@ class DiffusionRolloutManager:
 
     # ---- on the event loop ---------------------------------------------------------------------------------
 
-    def _announce(self, book: GroupBook, step: int, groups: Sequence[PromptGroup], training_step: int) -> None:
+    def _announce(
+        self, book: GroupBook, step: int, groups: Sequence[PromptGroup], training_step: int, size: int | None
+    ) -> None:
         if (known := book.uids(step)) != [group.uid for group in groups]:
             if known:
                 raise ValueError(f"step {step} was announced with groups {known[:3]} ..., not {groups[0].uid!r} ...")
-            book.add_step(step, groups, self._cut(groups, step), training_step)
+            book.add_step(step, groups, self._cut(groups, step, size), training_step)
         self._dispatcher.books = [self._training] if book is self._training else [book, *self._dispatcher.books[-1:]]
         self._dispatcher.fill()
 
-    def _cut(self, groups: Sequence[PromptGroup], step: int) -> Sequence[PlannedFragment]:
+    def _cut(self, groups: Sequence[PromptGroup], step: int, size: int | None = None) -> Sequence[PlannedFragment]:
         """Fragments of a step: whole groups or parts of one with GAP, else equal pieces of the step."""
         uids, n = [group.uid for group in groups], groups[0].n
         if self.digen.gap.enable:
-            return plan_fragments(uids, n, self.digen.gap.fragment_size or self.group_size, step=step)
+            return plan_fragments(uids, n, size or self.digen.gap.fragment_size or self.group_size, step=step)
         samples = [sample for group in groups for sample in group.samples]
-        size = self.digen.sampling.batch_size or math.ceil(len(samples) / len(self.pool.replicas))
+        size = size or self.digen.sampling.batch_size or math.ceil(len(samples) / len(self.pool.replicas))
         starts = range(0, len(samples), size)
         return [PlannedFragment(i, step, 0, tuple(samples[at : at + size])) for i, at in enumerate(starts)]
 

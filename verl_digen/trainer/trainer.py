@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 import transfer_queue as tq
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 from rich.console import Console
 from rich.table import Table
 from transfer_queue import KVBatchMeta
@@ -27,7 +27,8 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 from verl.utils.tracking import Tracking
 
-from verl_digen.config.plan import RunPlan, resolve_plan
+from verl_digen.config.paths import expand_home
+from verl_digen.config.plan import RunPlan, prompt_files, resolve_plan, validates
 from verl_digen.config.unread import check_unread
 from verl_digen.data.prompts import PromptDataset, batch_indices, group_uid
 from verl_digen.diffusion.losses import FlowGRPOConfig
@@ -66,6 +67,7 @@ class DigenTrainer(PPOTrainer):
 
     def __init__(self, config: DictConfig):
         check_unread(config)
+        expand_home(config)
         self.plan: RunPlan = resolve_plan(config)
         super().__init__(config)
         self.use_reference_policy = False  # the reference lives in the training engine
@@ -114,9 +116,8 @@ class DigenTrainer(PPOTrainer):
         self.tokenizer = self.processor = None
 
     def _init_dataloader(self) -> None:
-        data = self.config.data
-        self.train_dataset = PromptDataset(_files(data.train_files))
-        self.val_dataset = PromptDataset(_files(data.val_files))
+        self.train_dataset = PromptDataset(prompt_files(self.config, "train_files"))
+        self.val_dataset = PromptDataset(prompt_files(self.config, "val_files")) if validates(self.config) else []
         self.steps_per_epoch = len(self.train_dataset) // self.plan.prompts
         batch_indices(self.plan.seed, len(self.train_dataset), self.plan.prompts, step=1)  # refuses a batch too large
         total = self.config.trainer.total_training_steps
@@ -425,8 +426,3 @@ def prompt_group(row: dict[str, Any], uid: str, n: int, partition: str) -> Promp
         extra_info=row["extra_info"],
         partition=partition,
     )
-
-
-def _files(option) -> list[str]:
-    files = [option] if isinstance(option, str) else OmegaConf.to_container(option)
-    return [os.path.expanduser(file) for file in files]

@@ -52,6 +52,7 @@ class Validator:
             version=trainer.checkpoint_manager.version,
             training_step=max(trainer.global_steps, 1),
             keep_pixels=everything if dump_dir or trainer.validation_metrics else set(shown),
+            batch_size=self._batch_size(),
         )
         results = [self.manager.next_group(trainer.plan.deadlines.group.seconds) for _ in groups]
         results.sort(key=lambda r: r.group.uid)
@@ -65,6 +66,11 @@ class Validator:
         for sample in everything:  # pixels of the training step are still to be dumped
             self.manager.pixels.pop(sample, None)
         return self._metrics(results) | figures
+
+    def _batch_size(self) -> int | None:
+        """Samples that a replica denoises at once: as many as in training, however many prompts there are."""
+        plan = self.trainer.plan
+        return plan.digen.validation.batch_size or (None if plan.digen.gap.enable else plan.fragment_size)
 
     def _metrics(self, results: list[GroupResult]) -> dict[str, float]:
         sources = [result.group.data_source for result in results for _ in result.samples]
