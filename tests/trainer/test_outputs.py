@@ -43,7 +43,7 @@ class Trainer:
     _val_metrics_update = PPOTrainer._val_metrics_update
 
     def __init__(self, folder, results=(), *, dump: bool = False, batch_size: int | None = None, gap: bool = False):
-        self.outputs, self.outcome, self.global_steps = Outputs(), None, 4
+        self.outputs, self.outcome, self.global_steps, self.validation_metrics = Outputs(), None, 4, {}
         self.config = SimpleNamespace(
             trainer={"default_local_dir": str(folder), "validation_data_dir": str(folder / "dump") if dump else None},
             actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(val_kwargs=SimpleNamespace(n=2))),
