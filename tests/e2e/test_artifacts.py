@@ -62,8 +62,8 @@ def test_everything_on_at_once(pools, tmp_path, monkeypatch):
         assert step["actor/cells"] == 3 * 4 * 3  # floor(0.6 x 5) transitions of 12 samples
         assert step["sync/changed"] == 1.0
         assert sum(value for name, value in step.items() if name.startswith("bubble/")) > 0
-        # bf16 on both sides: the same kernel on the same velocities up to the batch geometry
-        assert step["actor/log_prob_gap_max"] < 0.05
+        # bf16 on both sides: the same kernel on the same velocities up to the batch geometry, judged by the clip range
+        assert step["actor/log_prob_gap_max"] <= run.trainer.plan.clip_low / 10
     validations_logged = [row["data"] for row in run.log if any(k.startswith("val-core/") for k in row["data"])]
     assert len(validations_logged) == 2
 

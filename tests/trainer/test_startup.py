@@ -10,7 +10,8 @@ from verl_digen.trainer.startup import check_loaded
 
 
 def loaded(*lora: int, backend: str = "native") -> list[dict]:
-    return [{"lora": bound, "attention_backend": backend} for bound in lora]
+    computed = [{"a.weight": "bfloat16", "pos_embed": "float32 0123456789abcdef"}]
+    return [{"lora": bound, "attention_backend": backend, "computed": computed} for bound in lora]
 
 
 def test_equal_workers_pass():
@@ -28,3 +29,18 @@ def test_another_attention_backend_is_refused():
     mixed = [*loaded(0), *loaded(0, backend="flash")]
     with pytest.raises(ValueError, match=r"attention_backend=native: the workers use \['flash', 'native'\]"):
         check_loaded(SimpleNamespace(lora_rank=0), "native", mixed)
+
+
+@pytest.mark.parametrize("change", [{"a.weight": "float32"}, {"pos_embed": "float32 0"}, {"extra": "bfloat16"}])
+def test_other_dtypes_and_constants_are_refused(change):
+    """Of the replica in another process, and of the one in a colocated Trainer rank."""
+    one, other = loaded(0, 0)
+    (name,) = change
+    expected = one["computed"][0].get(name)
+    changed = [{**one["computed"][0], **change}]
+    with pytest.raises(
+        ValueError, match=rf"worker 0 and worker 1 .* 1 of \d \w+ \({name}: {expected} and {change[name]}"
+    ):
+        check_loaded(SimpleNamespace(lora_rank=0), "native", [one, {**other, "computed": changed}])
+    with pytest.raises(ValueError, match=rf"worker 0 and worker 0 .*{name}"):
+        check_loaded(SimpleNamespace(lora_rank=0), "native", [{**one, "computed": one["computed"] + changed}])

@@ -28,6 +28,7 @@ from verl_digen.engine.gathers import GatherLog
 from verl_digen.models.adapter import load_adapter
 from verl_digen.models.family import family_for
 from verl_digen.models.lora import adapter_disabled, add_lora
+from verl_digen.models.precision import computed_in, fp32_modules, settle
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -93,20 +94,24 @@ class DiffusersFSDPEngine(FSDPEngine):
         self.family.compute_dtype = self.compute_dtype
         self.module = self._wrap(self._build_module())
         if self.with_reference and not self._is_lora:
-            self.reference = self._wrap(
-                self.family.load_transformer(attention_backend=self.model_config.attention_backend)
-            ).requires_grad_(False)
+            self.reference = self._wrap(self._load_transformer()).requires_grad_(False)
         if self._world() > 1:
             self.gathers = GatherLog.of(self.module, self.reference)
         if not self.engine_config.forward_only:
             self.optimizer = build_optimizer(self.trainable_parameters(), self.optimizer_config)
             self.lr_scheduler = self._build_lr_scheduler(self.optimizer)
+        self.computed = self._computed()
         if self.digen.ema.enable:
             self.ema = ParameterEMA(self.named_trainable(), decay=self.digen.ema.decay, every=self.digen.ema.every)
         self.to("cpu", model=self._is_offload_param, optimizer=self._is_offload_optimizer, grad=self._is_offload_param)
 
+    def _load_transformer(self) -> torch.nn.Module:
+        transformer = self.family.load_transformer(attention_backend=self.model_config.attention_backend)
+        settle(transformer, self.compute_dtype, parameters=self._is_lora)
+        return transformer
+
     def _build_module(self) -> torch.nn.Module:
-        module = self.family.load_transformer(attention_backend=self.model_config.attention_backend)
+        module = self._load_transformer()
         self.lora_bound = 0
         if self._is_lora:
             self.lora_bound = add_lora(
@@ -135,19 +140,41 @@ class DiffusersFSDPEngine(FSDPEngine):
         if self._world() == 1 and parameters_dtype == {self.compute_dtype} and not self.engine_config.offload_policy:
             return module
         blocks = set(getattr(module, "_no_split_modules", None) or ())
-        options = {
-            "mesh": self.device_mesh,
-            "reshard_after_forward": self.engine_config.reshard_after_forward,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=self.compute_dtype, reduce_dtype=self.master_dtype, cast_forward_inputs=False
-            ),
-        }
-        if self.engine_config.offload_policy:
-            options["offload_policy"] = CPUOffloadPolicy()
+        dtypes = computed_in(module, self.compute_dtype)
+
+        def shard(part: torch.nn.Module, computed: torch.dtype) -> torch.nn.Module:
+            policy = MixedPrecisionPolicy(
+                param_dtype=computed, reduce_dtype=self.master_dtype, cast_forward_inputs=False
+            )
+            offload = {"offload_policy": CPUOffloadPolicy()} if self.engine_config.offload_policy else {}
+            return fully_shard(
+                part,
+                mesh=self.device_mesh,
+                reshard_after_forward=self.engine_config.reshard_after_forward,
+                mp_policy=policy,
+                **offload,
+            )
+
+        for name, child in fp32_modules(module).items():  # before what contains them: FSDP2 goes from inside out
+            shard(child, next(dtypes[f"{name}.{own}"] for own, _ in child.named_parameters()))
         for child in module.modules():
             if type(child).__name__ in blocks:
-                fully_shard(child, **options)
-        return fully_shard(module, **options)
+                shard(child, self.compute_dtype)
+        return shard(module, self.compute_dtype)
+
+    def _computed(self) -> dict[str, torch.dtype]:
+        """Dtype in which each parameter really is computed, by name; all ranks together."""
+        found = {}
+        for prefix, module in self.module.named_modules():
+            sharded = isinstance(module, FSDPModule)
+            if sharded:
+                module.unshard()
+            for name, parameter in module.named_parameters(prefix=prefix):
+                if not isinstance(parameter, DTensor):
+                    found[name] = parameter.dtype
+            if sharded:
+                module.reshard()
+        return found
 
     # ---- parameters ----------------------------------------------------------------------------------------
 
@@ -159,7 +186,8 @@ class DiffusersFSDPEngine(FSDPEngine):
         return [p for _, p in self.named_trainable()]
 
     def get_per_tensor_param(self, **_) -> tuple[Iterator[tuple[str, torch.Tensor]], dict | None]:
-        """What a publish sends: LoRA tensors only for LoRA, else every parameter; whole tensors in the compute dtype.
+        """What a publish sends: LoRA tensors only for LoRA, else every parameter; whole tensors in the dtype that each
+        is computed in.
 
         All ranks must iterate together (each tensor is gathered).
         """
@@ -168,7 +196,7 @@ class DiffusersFSDPEngine(FSDPEngine):
             for name, parameter in self.named_trainable():
                 value = parameter.detach()
                 value = value.full_tensor() if isinstance(value, DTensor) else value
-                yield name, value.to(self.compute_dtype)
+                yield name, value.to(self.computed[name])
 
         return tensors(), {"tensors": self.lora_bound} if self._is_lora else None
 

@@ -90,7 +90,8 @@ def gather_tile(
     weight: float = 1.0,
 ) -> Tile:
     """Stack the tensors of ``cells`` (row, k) on ``device``; ``weight`` 0 makes an idle tile (all collectives, no
-    gradient). The prompt tensors of a tile whose cells share a prompt are expanded, not copied."""
+    gradient). The prompt tensors of a tile whose cells share a prompt are copied once to the device and repeated there:
+    repeated, because a matrix product may round a broadcast batch otherwise than the rollout's (I11)."""
     starts = [rows[s].starts[k] for s, k in cells]
     samples = [rows[s] for s, _ in cells]
 
@@ -106,7 +107,7 @@ def gather_tile(
             return None
         if all(pick(r) is first for r in samples):
             return {
-                name: value.to(device, non_blocking=True).expand(len(samples), *value.shape)
+                name: value.to(device, non_blocking=True).expand(len(samples), *value.shape).contiguous()
                 for name, value in first.items()
             }
         batch = stack_conditions([pick(r) for r in samples])

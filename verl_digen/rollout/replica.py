@@ -117,7 +117,11 @@ class DiffusionRolloutWorker(RolloutRole, Worker):
     def init_model(self, name: str) -> dict[str, Any]:
         """Load the model from disk."""
         self.init_sampler(self._model, self._digen, self._seed, name)
-        return {"lora": self.sampler.lora_bound, "attention_backend": self.sampler.family.attention_backend}
+        return {
+            "lora": self.sampler.lora_bound,
+            "attention_backend": self.sampler.family.attention_backend,
+            "computed": [self.sampler.computed()],
+        }
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
     def execute_checkpoint_engine(self, method: str, *args, **kwargs):

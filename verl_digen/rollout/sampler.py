@@ -21,8 +21,9 @@ from verl_digen.diffusion.noise import initial_noise, noise_hash, sample_key, tr
 from verl_digen.diffusion.windows import StepSelection, select_steps
 from verl_digen.models.family import Guidance, family_for, stack_conditions
 from verl_digen.models.lora import add_lora
+from verl_digen.models.precision import constants, settle
 from verl_digen.rollout.requests import Fragment, PromptGroup
-from verl_digen.sync.checksum import tensors_checksum
+from verl_digen.sync.checksum import computed_with, tensors_checksum
 
 
 @dataclass
@@ -74,6 +75,7 @@ class Sampler:
         )
         self.family.shift = self.digen.sampling.shift
         self.transformer = self.family.load_transformer(attention_backend=self.model.attention_backend)
+        settle(self.transformer, self.dtype, parameters=True)
         self.family.load_conditioner()
         self.lora_bound = 0
         if self.model.lora_rank:
@@ -94,6 +96,11 @@ class Sampler:
         asked = (sampling.height, sampling.width, sampling.num_frames)
         self.size = tuple(a if a is not None else d for a, d in zip(asked, default, strict=True))
         self.latent_shape = self.family.latent_shape(*self.size)
+
+    def computed(self) -> dict[str, str]:
+        """What the model computes with, see :func:`verl_digen.sync.checksum.computed_with`."""
+        dtypes = {name: parameter.dtype for name, parameter in self.transformer.named_parameters()}
+        return computed_with(dtypes, constants(self.transformer))
 
     # ---- weights -------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ hashed with the name.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -36,3 +36,19 @@ def tensors_checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
         text = f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|{words_sum(tensor)}"
         total += int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
     return total % (1 << 64)
+
+
+def computed_with(
+    parameters: Mapping[str, torch.dtype], constants: Iterable[tuple[str, torch.Tensor]]
+) -> dict[str, str]:
+    """What a side computes with, by name, to be compared with the other side (I11).
+
+    Args:
+        parameters: dtype in which each is computed.
+        constants: tensors that are no parameters; their values count too.
+    """
+    dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in parameters.items()}
+    return dtypes | {
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {tensors_checksum([(name, tensor)]):016x}"
+        for name, tensor in constants
+    }

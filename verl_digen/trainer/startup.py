@@ -103,10 +103,11 @@ async def _launch_replicas(trainer) -> None:
 
 
 def check_loaded(plan: RunPlan, attention_backend: str, loaded: list[dict[str, Any]]) -> None:
-    """Both sides must have bound the same number of adapter tensors and use the same attention backend.
+    """Both sides must have bound the same number of adapter tensors, use the same attention backend, and compute with
+    the same dtypes and the same constants.
 
     Args:
-        loaded: ``lora`` and ``attention_backend`` of each worker.
+        loaded: ``lora``, ``attention_backend`` and ``computed`` (of each model there) of each worker.
 
     Raises:
         ValueError: they differ from each other or from what was asked for.
@@ -122,4 +123,18 @@ def check_loaded(plan: RunPlan, attention_backend: str, loaded: list[dict[str, A
         raise ValueError(
             f"actor_rollout_ref.model.attention_backend={attention_backend}: the workers use "
             f"{sorted(map(str, backends))}"
+        )
+    models = [(rank, model) for rank, entry in enumerate(loaded) for model in entry["computed"]]
+    for rank, model in models[1:]:
+        _check_same(models[0][1], model, rank)
+
+
+def _check_same(first: dict[str, str], other: dict[str, str], rank: int) -> None:
+    differ = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+    if differ:
+        examples = "; ".join(f"{name}: {first.get(name)} and {other.get(name)}" for name in differ[:3])
+        raise ValueError(
+            f"worker 0 and worker {rank} compute with other dtypes or constants in {len(differ)} of "
+            f"{len(first.keys() | other.keys())} tensors ({examples}), so equal weights would give unlike velocities; "
+            "actor_rollout_ref.model.path must hold the same files on every node"
         )

@@ -23,11 +23,12 @@ from verl_digen.config.digen import DigenConfig
 from verl_digen.engine.tiles import SampleRow, cells_of_rank
 from verl_digen.engine.tilesize import TileSize
 from verl_digen.engine.transaction import StepRule, Transaction, TransactionError
+from verl_digen.models.precision import constants
 from verl_digen.platform.memory import peak_memory_bytes, reset_peak_memory
 from verl_digen.rollout.replica import RolloutRole
 from verl_digen.rollout.requests import Fragment, row_key
 from verl_digen.sync.channel import DigenCheckpointEngine
-from verl_digen.sync.checksum import tensors_checksum
+from verl_digen.sync.checksum import computed_with, tensors_checksum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,14 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
         tq.init()
         if self.colocated:
             self.init_sampler(self.model_config, self.digen, self.seed, f"replica{dist.get_rank()}")
-        return {"lora": self.engine.lora_bound, "attention_backend": self.engine.family.attention_backend}
+        computed = [computed_with(self.engine.computed, constants(self.engine.module))]
+        if self.colocated:
+            computed.append(self.sampler.computed())
+        return {
+            "lora": self.engine.lora_bound,
+            "attention_backend": self.engine.family.attention_backend,
+            "computed": computed,
+        }
 
     # ---- transaction ---------------------------------------------------------------------------------------
 
