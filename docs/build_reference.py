@@ -136,8 +136,8 @@ MODEL = {
     "path": "Folder in the diffusers layout (`model_index.json`, `transformer/`, `scheduler/`, ...), on a local disk. "
     "Mandatory. Weights are read from safetensors only.",
     "family": "Model family by name; null finds it by the pipeline class in `model_index.json`.",
-    "dtype": "Dtype of the forward and backward, the same in rollout and training: `float32`, `bfloat16`, `float16` or "
-    "`float64`.",
+    "dtype": "Dtype of the forward and backward, the same in rollout and training: `float32`, `bfloat16` or "
+    "`float64`. `float16` is refused: small gradients would vanish in it.",
     "attention_backend": "A name of diffusers' attention switch (`native`, `flash`, `_flash_3`, ...), the same on both "
     "sides; null leaves the model as diffusers builds it.",
     "enable_gradient_checkpointing": "Recompute activations in the backward pass.",
@@ -166,8 +166,20 @@ READ_MEANING = {
     "`false` needs room for all of them; with several ranks they are then gathered once per transaction instead of "
     "twice per tile (`tsp.reduce=transaction`, no offloading).",
     "actor_rollout_ref.actor.kl_loss_coef": "Weight β of the KL, read if `use_kl_loss` is set.",
-    "actor_rollout_ref.actor.optim.*": "Optimizer (`lr`, `betas`, `weight_decay`, `clip_grad`) and LR schedule "
-    "(`lr_scheduler_type`, `lr_warmup_steps`, ...), as in veRL. `total_training_steps` is set by the trainer.",
+    "actor_rollout_ref.actor.optim.betas*": "Of Adam's kind of optimizers: two numbers, each at least 0 and below 1.",
+    "actor_rollout_ref.actor.optim.clip_grad": "Largest gradient norm; 0 and null leave the gradient as it is.",
+    "actor_rollout_ref.actor.optim.lr": "Learning rate.",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": "`constant` or `cosine`.",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": "Optimizer steps with a rising rate; 0 and −1: as "
+    "`lr_warmup_steps_ratio` says.",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "Share of all optimizer steps with a rising rate.",
+    "actor_rollout_ref.actor.optim.min_lr_ratio": "Last rate of the cosine, as a share of `lr`.",
+    "actor_rollout_ref.actor.optim.num_cycles": "Waves of the cosine.",
+    "actor_rollout_ref.actor.optim.optimizer": "Class of the optimizer.",
+    "actor_rollout_ref.actor.optim.optimizer_impl": "Module of that class.",
+    "actor_rollout_ref.actor.optim.override_optimizer_config*": "Further keyword arguments of that class (`eps`, ...).",
+    "actor_rollout_ref.actor.optim.weight_decay": "Weight decay.",
+    "actor_rollout_ref.actor.optim.zero_indexed_step": "Whether the cosine counts optimizer steps from 0.",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "Loss by name. There is one: `flow_grpo`.",
     "actor_rollout_ref.actor.ppo_epochs": "Passes over the samples of a step.",
     "actor_rollout_ref.actor.ppo_mini_batch_size": "Prompts of a logical batch (one optimizer step); divides "
@@ -300,8 +312,16 @@ def build() -> str:
         "Defaults are veRL's with those of `digen: default` on top. `*` stands for any ending. Every other option of "
         "veRL that differs from its default is an error.\n"
     )
-    parts.append(table(matched(read_defaults(READ), READ_MEANING, "READ")))
+    rows = matched(read_defaults(READ), READ_MEANING, "READ")
+    parts.append(table((name, default, with_range(name, meaning)) for name, default, meaning in rows))
     return "\n".join(parts)
+
+
+def with_range(name: str, meaning: str) -> str:
+    """The meaning, and the range that is checked."""
+    from verl_digen.config.ranges import RANGES
+
+    return f"{meaning} {str(RANGES[name])[0].upper()}{str(RANGES[name])[1:]}." if name in RANGES else meaning
 
 
 def section_of(name: str) -> str:

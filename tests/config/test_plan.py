@@ -105,10 +105,9 @@ def test_rows_tell_the_plan(plan):
 REFUSED = [
     (["actor_rollout_ref.actor.ppo_mini_batch_size=3"], ["data.train_batch_size=10", "ppo_mini_batch_size=3"]),
     (["actor_rollout_ref.actor.ppo_mini_batch_size=20"], ["data.train_batch_size=10", "ppo_mini_batch_size=20"]),
-    (["actor_rollout_ref.actor.ppo_mini_batch_size=0"], ["data.train_batch_size=10", "ppo_mini_batch_size=0"]),
+    (["actor_rollout_ref.actor.ppo_mini_batch_size=0"], ["ppo_mini_batch_size=0 must be a whole number at least 1"]),
     (["actor_rollout_ref.rollout.n=1"], ["actor_rollout_ref.rollout.n=1", "at least 2"]),
-    (["actor_rollout_ref.actor.ppo_epochs=0"], ["actor_rollout_ref.actor.ppo_epochs=0"]),
-    (["trainer.nnodes=0"], ["trainer.nnodes=0", "trainer.n_gpus_per_node=1"]),
+    (["trainer.nnodes=0"], ["trainer.nnodes=0 must be a whole number at least 1"]),
     ([f"{D}.placement=disaggregated"], ["rollout.nnodes=0", "rollout.n_gpus_per_node=1", "no device"]),
     ([*DISAGGREGATED, "actor_rollout_ref.rollout.n_gpus_per_node=0"], ["nnodes=1", "n_gpus_per_node=0"]),
     (["actor_rollout_ref.rollout.nnodes=2"], ["rollout.nnodes=2", "placement=colocated"]),
@@ -205,6 +204,7 @@ def test_weights_in_another_format_are_refused(tmp_path, digits_dir):
     ("options", "words"),
     [
         ({"dtype": "int8"}, "model.dtype='int8'"),
+        ({"dtype": "float16"}, "model.dtype='float16': gradients are not scaled.*use bfloat16"),
         ({"lora_rank": -1}, "model.lora_rank=-1"),
         ({"target_modules": ["to_q"]}, "lora_rank=0"),
         ({"lora_adapter_path": "adapter"}, "lora_rank=0"),

@@ -61,8 +61,9 @@ def test_a_tile_takes_states_sigmas_and_scalars_of_its_cells():
     assert {t.dtype for t in (tile.x, tile.sigma, tile.log_prob_rollout, tile.advantage)} == {torch.float64}
 
 
-def test_cells_of_one_prompt_share_its_tensors():
+def test_the_prompt_tensors_of_a_tile_are_laid_out_as_in_the_rollout():
+    """A broadcast batch goes another way through a matrix product, which rounds otherwise in bf16 (I11)."""
     shared = {"embeds": torch.ones(2)}
     rows = [replace(row(j), cond=shared) for j in range(2)]
     tile = gather_tile(rows, [(0, 0), (1, 0), (1, 1)], device="cpu", dtype=torch.float64)
-    assert tile.cond["embeds"].shape == (3, 2) and tile.cond["embeds"].stride(0) == 0
+    assert tile.cond["embeds"].shape == (3, 2) and tile.cond["embeds"].is_contiguous()

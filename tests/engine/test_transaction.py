@@ -25,7 +25,7 @@ from tests.engine.harness import (
     tile_size,
     to_rows,
 )
-from verl_digen.engine.diffusers_fsdp import NonFiniteGradientError
+from verl_digen.engine.diffusers_fsdp import NonFiniteGradientError, ZeroGradientError
 from verl_digen.engine.gradients import has_gradients
 from verl_digen.engine.transaction import TransactionError
 
@@ -353,6 +353,40 @@ def test_a_gradient_that_is_not_finite_steps_nothing(rows):
         transaction.commit(8)
     assert same_bits(snapshot(engine), before) and engine.lr_scheduler.state_dict() == schedule
     assert all(p.grad is None for p in engine.trainable_parameters())
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_a_gradient_that_is_gone_is_no_step(rows, on_policy):
+    """Exactly 0 with advantages: an error. Without advantages, or all clipped, 0 is right."""
+    engine = build_engine(Options())
+    before = snapshot(engine)
+    hooks = [p.register_hook(torch.zeros_like) for p in engine.trainable_parameters()]
+    with pytest.raises(ZeroGradientError, match="exactly 0, but 8 cells have an advantage .*dtype=float64"):
+        one_step(engine, rule(), rows, on_policy=on_policy)
+    assert same_bits(snapshot(engine), before)
+    for hook in hooks:
+        hook.remove()
+    flat = [replace(row, advantage=0.0) for row in rows]
+    assert one_step(engine, rule(), flat, on_policy=on_policy)["grad_norm"] == 0
+    if not on_policy:  # far outside the clip range, on the side that the clip cuts off
+        clipped = [replace(row, log_probs=row.log_probs - math.copysign(0.5, row.advantage)) for row in rows]
+        assert one_step(engine, rule(), clipped, on_policy=False)["grad_norm"] == 0
+
+
+@pytest.mark.parametrize("clip_grad", [0, 0.0, None])
+def test_no_clipping_is_no_clipping(rows, clip_grad):
+    """Taken as a norm, 0 would clip every gradient to nothing."""
+    sgd = {"optimizer": "SGD", "lr": 0.1, "weight_decay": 0.0}
+    free, bound = (build_engine(Options(optim={**sgd, "clip_grad": clip})) for clip in (clip_grad, 1e9))
+    norms = [one_step(engine, rule(), rows)["grad_norm"] for engine in (free, bound)]
+    assert norms[0] == norms[1] > 0 and same_bits(snapshot(free), snapshot(bound))
+    tight = build_engine(Options(optim={**sgd, "clip_grad": norms[0] / 10}))
+    initial = snapshot(tight)
+    one_step(tight, rule(), rows)
+    moved = {name for name, value in snapshot(tight).items() if not torch.equal(value, initial[name])}
+    name = min(moved - {"rng"})
+    ratio = (snapshot(free)[name] - initial[name]).norm() / (snapshot(tight)[name] - initial[name]).norm()
+    assert ratio.item() == pytest.approx(10, rel=1e-3)
 
 
 def test_the_first_ratio_is_one_and_the_gap_zero_for_samples_of_the_same_weights():

@@ -190,7 +190,7 @@ class FloorLoop:
         rollout = self.sample(spec.prompts[index], spec.trained[index])
         rewards = self.rewards(rollout.latents[-1], spec.digits[index])
         self.accumulate(rollout, self.advantages(rewards))
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), spec.clip_grad)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), spec.clip_grad or float("inf"))
         self.optimizer.step()
         return {"reward": float(rewards.mean()), "grad_norm": float(norm)}
 

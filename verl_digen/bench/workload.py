@@ -34,7 +34,7 @@ class FloorSpec:
     lr: float
     weight_decay: float
     betas: tuple[float, float]
-    clip_grad: float
+    clip_grad: float | None
     seed: int
     kl_beta: float = 0.0
     threads: int | None = None

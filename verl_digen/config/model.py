@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.base_config import BaseConfig
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = ("float32", "bfloat16", "float64")
 
 
 @dataclass
@@ -39,6 +39,11 @@ class DiffusionModelConfig(BaseConfig):
     processor: Any = field(default=None, init=False)
 
     def __post_init__(self):
+        if self.dtype == "float16":
+            raise ValueError(
+                "actor_rollout_ref.model.dtype='float16': gradients are not scaled, and at the size of SD3.5 they are "
+                "about 1e-9 per element of the prediction, below float16's smallest number 6e-8; use bfloat16"
+            )
         if self.dtype not in DTYPES:
             raise ValueError(f"actor_rollout_ref.model.dtype={self.dtype!r}: choose one of {', '.join(DTYPES)}")
         if self.lora_rank < 0:

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from verl_digen.config.deadlines import Deadlines
 from verl_digen.config.digen import PREFIX, DigenConfig, parse_digen
+from verl_digen.config.ranges import check_ranges
 from verl_digen.config.weights import part_weights
 
 RESUME_NEEDS = ("model", "optimizer", "extra")  # of actor.checkpoint.save_contents
@@ -125,15 +126,14 @@ def resolve_plan(config: DictConfig) -> RunPlan:
     """
     digen = parse_digen(config.trainer.v1.digen)
     _check_fixed(config)
+    check_ranges(config)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     prompts, batch = config.data.train_batch_size, actor.ppo_mini_batch_size
-    if batch < 1 or batch > prompts or prompts % batch:
+    if batch > prompts or prompts % batch:
         raise ValueError(
             f"data.train_batch_size={prompts} prompts must be a multiple of "
             f"actor_rollout_ref.actor.ppo_mini_batch_size={batch} prompts"
         )
-    if actor.ppo_epochs < 1:
-        raise ValueError(f"actor_rollout_ref.actor.ppo_epochs={actor.ppo_epochs} must be 1 or more")
     if rollout.n < 2:
         raise ValueError(
             f"actor_rollout_ref.rollout.n={rollout.n}: group advantages of fewer than 2 samples are 0 and nothing is "
@@ -232,11 +232,6 @@ def _checkpoint_notes(config: DictConfig) -> tuple[str, ...]:
 
 def _replicas(config: DictConfig, digen: DigenConfig, trainer_ranks: int) -> int:
     rollout = config.actor_rollout_ref.rollout
-    if trainer_ranks < 1:
-        raise ValueError(
-            f"trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} gives "
-            "no training device"
-        )
     for name in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"):
         if rollout[name] != 1:
             raise ValueError(

@@ -197,6 +197,19 @@ def stale_cells(
     return {"log_prob_old": None, "importance": torch.where(stale, weight, torch.ones_like(weight))}
 
 
+def live_cells(advantage: Tensor, log_prob: Tensor, log_prob_old: Tensor | None, cfg: FlowGRPOConfig) -> Tensor:
+    """How many of C cells surely have a gradient: an advantage, and a ratio within the clip range. All [C].
+
+    Without ``log_prob_old`` the ratio is 1.
+    """
+    with torch.no_grad():
+        live = advantage != 0
+        if log_prob_old is not None:
+            inside = torch.expm1(log_prob.double() - log_prob_old.double()).abs() < min(cfg.clip_low, cfg.clip_high)
+            live = live & inside
+        return live.sum()
+
+
 def ratio_metrics(log_prob: Tensor, anchor: Tensor, clip_low: float, clip_high: float) -> Metrics:
     """Sums over C cells of what shows whether the policy is where the anchor says. log_prob, anchor: [C].
 

@@ -35,6 +35,10 @@ class NonFiniteGradientError(FloatingPointError):
     """The gradient norm of a transaction is not finite; nothing was stepped."""
 
 
+class ZeroGradientError(FloatingPointError):
+    """The gradient of a transaction is exactly 0 although it should not be; nothing was stepped."""
+
+
 class _ModeCtx(BaseEngineCtx):
     """Loads offloaded parts before the work and offloads them after it; keeps gradients of an open transaction."""
 
@@ -275,11 +279,12 @@ class DiffusersFSDPEngine(FSDPEngine):
 
     # ---- stepping ------------------------------------------------------------------------------------------
 
-    def optimizer_step(self) -> float:
-        """Clip, step, and return the gradient norm before clipping.
+    def optimizer_step(self, live_cells: int = 0) -> float:
+        """Clip (not with ``optim.clip_grad`` 0 or null), step, and return the gradient norm before clipping.
 
         Raises:
             NonFiniteGradientError: the norm is not finite; weights and optimizer state are untouched.
+            ZeroGradientError: the norm is 0 with ``live_cells`` > 0; likewise.
         """
         parameters = [p for p in self.trainable_parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
@@ -287,7 +292,14 @@ class DiffusersFSDPEngine(FSDPEngine):
         value = float(norm)
         if not torch.isfinite(norm):
             raise NonFiniteGradientError(f"gradient norm is {value}; nothing was stepped")
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.optimizer_config.clip_grad, norm.to(self.device))
+        if value == 0 and live_cells:
+            raise ZeroGradientError(
+                f"the gradient is exactly 0, but {live_cells} cells have an advantage and are not clipped; nothing was "
+                f"stepped. The prediction does not depend on the trained weights, or actor_rollout_ref.model.dtype="
+                f"{self.model_config.dtype} loses the gradient"
+            )
+        if self.optimizer_config.clip_grad:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.optimizer_config.clip_grad, norm.to(self.device))
         self.optimizer.step()
         return value
 

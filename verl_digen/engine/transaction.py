@@ -26,6 +26,7 @@ from verl_digen.diffusion.kernels import transition
 from verl_digen.diffusion.losses import (
     FlowGRPOConfig,
     compute_loss,
+    live_cells,
     log_prob_gap,
     merge_metrics,
     ratio_metrics,
@@ -112,6 +113,7 @@ class Transaction:
         self._metrics: list[dict] = []
         self._gaps: list[dict] = []
         self._ratios: tuple[list[dict], list[dict]] = ([], [])  # of fresh and of stale cells, with TCSS
+        self._live = torch.zeros((), dtype=torch.int64, device=engine.device)
         self._held: HeldGradients | None = None
         self._rng = torch.get_rng_state()
         drop_gradients(self.engine.module)
@@ -307,6 +309,7 @@ class Transaction:
         # FSDP averages gradients over the ranks; the planned cells are those of all ranks together.
         (loss * dist.get_world_size()).backward()
         if counted:
+            self._live += live_cells(tile.advantage, scored.log_prob, cells["log_prob_old"], config)
             self._metrics.append(metrics)
             self._note(tile, scored.log_prob.detach())
 
@@ -339,6 +342,7 @@ class Transaction:
         Raises:
             TransactionError: cells are missing.
             NonFiniteGradientError: the gradient is not finite; the transaction is aborted.
+            ZeroGradientError: the gradient is exactly 0 although cells push for one; the transaction is aborted.
         """
         if total_cells != self.planned_cells:
             raise TransactionError(
@@ -351,8 +355,10 @@ class Transaction:
             for parameter in self.engine.trainable_parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale)
+        live = self._live
+        dist.all_reduce(live)
         try:
-            grad_norm = self.engine.optimizer_step()
+            grad_norm = self.engine.optimizer_step(int(live))
         except FloatingPointError:
             self.abort()
             raise

@@ -32,6 +32,7 @@ from verl_digen.config.plan import RunPlan, prompt_files, resolve_plan, validate
 from verl_digen.config.unread import check_unread
 from verl_digen.data.prompts import PromptDataset, batch_indices, group_uid
 from verl_digen.diffusion.losses import FlowGRPOConfig
+from verl_digen.engine.optimizer import check_optimizer
 from verl_digen.engine.transaction import StepRule
 from verl_digen.models.adapter import check_adapter
 from verl_digen.models.family import Guidance, family_for
@@ -131,6 +132,7 @@ class DigenTrainer(PPOTrainer):
                 f"{-(-self.total_training_steps // self.steps_per_epoch)}"
             )
         updates = self.total_training_steps * self.plan.logical_batches * self.plan.epochs
+        check_optimizer(omega_conf_to_dataclass(self.config.actor_rollout_ref.actor.optim), updates)
         with open_dict(self.config):
             self.config.actor_rollout_ref.actor.optim.total_training_steps = updates
 
