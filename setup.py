@@ -17,12 +17,20 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",
     # hydra_plugins: the namespace package in which Hydra discovers plugins (no __init__.py in it).
-    # verl_digen.patches: the folder patches/ at the top, shipped as data.
-    packages=[*find_packages(include=["verl_digen", "verl_digen.*"]), "hydra_plugins", "verl_digen.patches"],
-    package_dir={"hydra_plugins": "verl_digen/hydra_plugins", "verl_digen.patches": "patches"},
+    # verl_digen.patches and verl_digen.recipes: the folders at the top, shipped as data.
+    packages=[
+        *find_packages(include=["verl_digen", "verl_digen.*"]),
+        *("hydra_plugins", "verl_digen.patches", "verl_digen.recipes"),
+    ],
+    package_dir={
+        "hydra_plugins": "verl_digen/hydra_plugins",
+        "verl_digen.patches": "patches",
+        "verl_digen.recipes": "recipes",
+    },
     package_data={
         "verl_digen": ["**/*.yaml", "**/*.safetensors", "**/*.json", "**/*.npz", "bench/page/*"],
         "verl_digen.patches": ["*.patch", "*.md"],
+        "verl_digen.recipes": ["**/*.yaml"],
     },
     include_package_data=False,
     install_requires=[

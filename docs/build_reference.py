@@ -235,7 +235,7 @@ model config, replica, engine, channel, advantage, loss, reward manager). Our gr
 package is installed:
 
 ```
-python -m verl.trainer.main_ppo --config-dir recipes --config-name digits trainer.v1.digen.tsp.enable=true
+python -m verl.trainer.main_ppo --config-name digits trainer.v1.digen.tsp.enable=true
 python -m verl.trainer.main_ppo +digen=default actor_rollout_ref.model.path=DIR ...
 ```
 

@@ -18,7 +18,7 @@ from packaging.version import Version
 import verl_digen
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("setup.py", "pyproject.toml", "LICENSE", "verl_digen", "patches")
+SOURCES = ("setup.py", "pyproject.toml", "LICENSE", "verl_digen", "patches", "recipes")
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,7 @@ def test_every_module_and_data_file_is_in_the_wheel(names):
         if path.suffix in {".py", ".yaml", ".json", ".safetensors", ".npz"} and "__pycache__" not in path.parts:
             expected.add(relative.as_posix().replace("verl_digen/hydra_plugins/", "hydra_plugins/"))
     expected |= {f"verl_digen/patches/{path.name}" for path in (ROOT / "patches").glob("*.patch")}
+    expected |= {f"verl_digen/{path.relative_to(ROOT)}" for path in (ROOT / "recipes").rglob("*.yaml")}
     assert len(expected) > 40
     assert expected <= names, sorted(expected - names)
 
@@ -116,7 +117,7 @@ def test_hydra_finds_our_plugin_in_an_installed_wheel_beside_another_one(wheel, 
     assert done.returncode == 0, done.stderr
     file, paths, somebody = done.stdout.splitlines()
     assert file.startswith(str(site))
-    assert paths == "['pkg://verl_digen.config']" and somebody == "True"
+    assert paths == f"['pkg://verl_digen.config', 'file://{site}/verl_digen/recipes']" and somebody == "True"
 
 
 def test_pins_are_exact_portable_and_satisfy_the_package(about):

@@ -25,6 +25,7 @@ from verl_digen.schedule.pipeline import BubbleCosts, start_state
 from verl_digen.schedule.work import Pools, Replica, Schedule, TrainerPool, Workload
 
 WORKLOADS = Path(__file__).resolve().parents[1] / "workloads"
+TESTBEDS = WORKLOADS.parent / "testbeds" / "devices.yaml"
 MODELS = ("hunyuanvideo-13b", "wan2.1-14b", "flux.1-12b", "qwen-image-20b")
 BEDS = ("A", "B", "C", "A+C")
 POLICIES = ("none", "fixed", "greedy", "bts", "steps")
@@ -38,7 +39,7 @@ def case_of(model: str) -> Case:
 
 
 def testbeds() -> dict[str, Testbed]:
-    beds = yaml.safe_load((WORKLOADS / "testbeds.yaml").read_text(encoding="utf-8"))
+    beds = yaml.safe_load(TESTBEDS.read_text(encoding="utf-8"))
     return {name: read_testbed({"name": name, **bed}) for name, bed in beds.items()}
 
 

@@ -15,12 +15,13 @@ from verl_digen.bench.processes import RunFailed, Watched, kind_of, watch
 from verl_digen.cli import bench as cli
 from verl_digen.cli import main
 from verl_digen.schedule.measure import Measured
+from verl_digen.shipped import shipped
 
 KEYS = {"mode", "step_s", "ratio_to_floor", "samples_per_s"}
 
 
 def _plan(tmp_path, *modes, **options) -> Plan:
-    return Plan(modes=modes, recipes=cli.find_recipes(), out=tmp_path, **options)
+    return Plan(modes=modes, recipes=shipped("recipes"), out=tmp_path, **options)
 
 
 def _measured(mode: str, *step_s: float, **options) -> Measurement:
@@ -62,7 +63,7 @@ def test_every_mode_is_a_recipe_that_resolves(tmp_path):
         "gap+tsp": ("disaggregated", False, True),
     }
     for mode, expected in wanted.items():
-        plan = resolve_plan(compose_recipe(cli.find_recipes(), (f"recipe.digits_dir={data}", *MODES[mode])))
+        plan = resolve_plan(compose_recipe(shipped("recipes"), (f"recipe.digits_dir={data}", *MODES[mode])))
         assert (plan.digen.placement, plan.one_shot, plan.digen.tsp.enable) == expected, mode
 
 

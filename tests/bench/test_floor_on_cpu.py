@@ -13,8 +13,8 @@ import torch
 
 from verl_digen.bench.floor import FloorLoop, run_floor
 from verl_digen.bench.workload import FloorSpec, compose_recipe, floor_spec, prepare
-from verl_digen.cli.bench import find_recipes
 from verl_digen.config.plan import resolve_plan
+from verl_digen.shipped import shipped
 
 SMALL = (
     "actor_rollout_ref.rollout.n=3",
@@ -39,7 +39,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compose(data):
-    return lambda *overrides: compose_recipe(find_recipes(), (f"recipe.digits_dir={data}", *SMALL, *overrides))
+    return lambda *overrides: compose_recipe(shipped("recipes"), (f"recipe.digits_dir={data}", *SMALL, *overrides))
 
 
 @pytest.fixture(autouse=True)

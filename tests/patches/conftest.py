@@ -1,7 +1,6 @@
-"""A copy of the released veRL files that the patches touch.
+"""Copies of the veRL files that the patches touch, as released and with every patch, made with git's own tools.
 
-The files come from the installed veRL. Should the patches be applied there, they are taken back in the copy;
-either way the copy is compared with the checksums that the wheel was published with.
+The files come from the installed veRL and are compared with the checksums that the wheel was published with.
 """
 
 from __future__ import annotations
@@ -9,40 +8,40 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.metadata
+import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from verl_digen import patching
+from verl_digen.shipped import shipped, verl_config_folder
+
+PATCHES = sorted(shipped("patches").glob("*.patch"))
 
 
-def touched_paths() -> list[str]:
-    return sorted({file.path for patch in patching.load_patches() for file in patch.files})
+def touched_paths(patch: Path) -> list[str]:
+    """Files that a patch changes, relative to the folder above ``verl/``."""
+    return re.findall(r"^\+\+\+ b/(\S+)", patch.read_text(), re.MULTILINE)
 
 
-def snapshot(root: Path) -> dict[str, bytes]:
-    """Every file below ``root`` with its content."""
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
-
-
-def assert_released(root: Path) -> None:
-    published = {str(file): file.hash for file in importlib.metadata.distribution("verl").files or ()}
-    for path in touched_paths():
-        digest = hashlib.new(published[path].mode, (root / path).read_bytes()).digest()
-        assert base64.urlsafe_b64encode(digest).decode().rstrip("=") == published[path].value, f"{path} is not released"
+def git_apply(root: Path, *arguments: str | Path) -> subprocess.CompletedProcess:
+    """``git apply`` in a folder that is in no repository."""
+    return subprocess.run(["git", "apply", *arguments], cwd=root, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="session")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the touched files as released. Read only: tests that write take ``verl_copy``."""
+    """The touched files as released. Read only: tests that write take ``verl_copy``."""
     root = tmp_path_factory.mktemp("released")
-    installed = patching.find_verl()
-    for path in [*touched_paths(), patching.VERSION_FILE]:
+    published = {str(file): file.hash for file in importlib.metadata.distribution("verl").files or ()}
+    installed = verl_config_folder().parents[2]
+    for path in sorted({path for patch in PATCHES for path in touched_paths(patch)}):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(installed / path, root / path)
-    patching.revert(patching.load_patches(), root)
-    assert_released(root)
+        digest = hashlib.new(published[path].mode, (root / path).read_bytes()).digest()
+        found = base64.urlsafe_b64encode(digest).decode().rstrip("=")
+        assert found == published[path].value, f"{path} is not as released: take the patches back first"
     return root
 
 
@@ -51,7 +50,9 @@ def patched(released: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with every patch applied. Read only."""
     root = tmp_path_factory.mktemp("patched") / "all"
     shutil.copytree(released, root)
-    patching.apply(patching.load_patches(), root)
+    for patch in PATCHES:
+        done = git_apply(root, patch)
+        assert done.returncode == 0, done.stderr
     return root
 
 

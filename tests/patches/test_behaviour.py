@@ -24,7 +24,8 @@ from unittest.mock import AsyncMock, Mock
 import numpy as np
 import pytest
 
-from verl_digen import patching
+from tests.patches.conftest import PATCHES, git_apply
+from verl_digen.shipped import verl_config_folder
 
 
 def take(root: Path, path: str, names: list[str], scope: dict[str, Any], cls: str | None = None) -> SimpleNamespace:
@@ -234,10 +235,11 @@ def platform_package(root: Path, name: str, whole: Path):
 
 
 def test_platform_errors(verl_copy, tmp_path, caplog, monkeypatch):
-    whole = patching.find_verl() / "verl/plugin/platform"
+    whole = verl_config_folder().parents[2] / "verl/plugin/platform"
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
     shutil.copytree(verl_copy, tmp_path / "patched")
-    patching.apply(patching.load_patches(["platform-errors"]), tmp_path / "patched")
+    (patch,) = (patch for patch in PATCHES if patch.stem == "platform-errors")
+    assert git_apply(tmp_path / "patched", patch).returncode == 0
     names = {"released": verl_copy, "patched": tmp_path / "patched"}
     packages = {name: platform_package(root, f"platform_{name}", whole) for name, root in names.items()}
 
@@ -265,10 +267,10 @@ def test_platform_errors(verl_copy, tmp_path, caplog, monkeypatch):
 @pytest.mark.slow
 def test_plugin_load_errors(tmp_path):
     """A process that imports the patched veRL prints the error of a plugin that raises, and goes on."""
-    installed = patching.find_verl()
+    installed = verl_config_folder().parents[2]
     shutil.copytree(installed / "verl", tmp_path / "verl", ignore=shutil.ignore_patterns("__pycache__"))
-    patching.revert(patching.load_patches(), tmp_path)
-    patching.apply(patching.load_patches(), tmp_path)
+    for patch in PATCHES:
+        assert git_apply(tmp_path, patch).returncode == 0
     (tmp_path / "bad_plugin.py").write_text("raise RuntimeError('no such dependency')\n")
     info = tmp_path / "bad_plugin-1.0.dist-info"
     info.mkdir()

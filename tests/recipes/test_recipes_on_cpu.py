@@ -58,7 +58,7 @@ def files(tmp_path_factory) -> dict[str, Path]:
 
 @cache
 def composed(name: str, *overrides: str) -> DictConfig:
-    """The recipe as ``main_ppo --config-dir recipes --config-name NAME`` composes it."""
+    """The recipe as ``main_ppo --config-name NAME`` composes it."""
     with initialize_config_dir(config_dir=str(RECIPES), version_base=None):
         searched = "hydra.searchpath=[pkg://verl.trainer.config,pkg://verl_digen.config]"
         return compose(name, overrides=[searched, *overrides])

@@ -136,7 +136,7 @@ def run_emulated(plan: Plan, say: Callable[[str], None] = lambda _: None) -> lis
     for workload in plan.workloads:
         file = plan.recipes / "workloads" / f"{workload}.yaml"
         if not file.is_file():
-            known = sorted(path.stem for path in file.parent.glob("*.yaml") if path.stem != "testbeds")
+            known = sorted(path.stem for path in file.parent.glob("*.yaml"))
             raise ValueError(f"no workload file {file}; there are {', '.join(known)}")
         case = scaled(read_case(yaml.safe_load(file.read_text(encoding="utf-8"))), plan.scale, plan.groups)
         data = (plan.out / workload).resolve()

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl_digen.shipped import verl_config_folder
+
 
 @dataclass(frozen=True, kw_only=True)
 class FloorSpec:
@@ -52,13 +54,10 @@ def prepare(folder: Path) -> Path:
 
 def compose_recipe(recipes: Path, overrides: Sequence[str]):
     """The recipe as ``main_ppo`` composes it. veRL's configuration folder is read without importing veRL."""
-    import importlib.util
-
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf, open_dict
 
-    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
-    search = f"hydra.searchpath=[file://{verl}/trainer/config,pkg://verl_digen.config]"
+    search = f"hydra.searchpath=[file://{verl_config_folder()},pkg://verl_digen.config]"
     with initialize_config_dir(config_dir=str(recipes.resolve()), version_base=None):
         config = compose("digits", overrides=[search, *overrides])
     with open_dict(config):

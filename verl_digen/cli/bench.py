@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from verl_digen.shipped import shipped
+
 DEFAULT_MODES = "floor,colocated,disaggregated"
 MUCH_DRIFT = 0.1
 
@@ -24,9 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     digits.add_argument("--warmup", type=int, default=2, help="steps before them that are left out (default: 2)")
     digits.add_argument("--rounds", type=int, default=1, help="runs of each mode, in alternating order (default: 1)")
     digits.add_argument("--threads", type=int, help="CPU threads of each process (default: the recipe's)")
-    digits.add_argument(
-        "--recipes", type=Path, help="folder of digits.yaml (default: recipes here, or in the checkout)"
-    )
+    digits.add_argument("--recipes", type=Path, help="folder of digits.yaml (default: the shipped recipes)")
     digits.add_argument("--out", type=Path, help="folder for logs (default: runs/bench-digits-TIME)")
     digits.add_argument("--timeout", type=float, default=3600.0, help="seconds after which a run has failed")
     digits.add_argument("--json", action="store_true", help="write JSON to stdout, progress to stderr")
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     emulated.add_argument("--groups", type=int, help="prompt groups per step instead of the workload's")
     emulated.add_argument("--steps", type=int, default=2, help="measured steps of each run (default: 2)")
     emulated.add_argument("--warmup", type=int, default=1, help="steps before them that are left out (default: 1)")
-    emulated.add_argument("--recipes", type=Path, help="folder of digits.yaml and workloads/")
+    emulated.add_argument("--recipes", type=Path, help="folder of digits.yaml and workloads/ (default: shipped)")
     emulated.add_argument("--out", type=Path, help="folder for logs (default: runs/bench-emulated-TIME)")
     emulated.add_argument("--timeout", type=float, default=3600.0, help="seconds after which a run has failed")
     emulated.add_argument("--json", action="store_true", help="write JSON to stdout, progress to stderr")
@@ -85,7 +85,7 @@ def _digits(args: argparse.Namespace) -> int:
         overrides += tuple(f"trainer.v1.digen.threads.{pool}={args.threads}" for pool in ("trainer", "rollout"))
     plan = Plan(
         modes=tuple(_items(args.modes)),
-        recipes=args.recipes or find_recipes(),
+        recipes=args.recipes or shipped("recipes"),
         out=args.out or Path("runs") / f"bench-digits-{time.strftime('%Y%m%d-%H%M%S')}",
         steps=args.steps,
         warmup=args.warmup,
@@ -114,7 +114,7 @@ def _emulated(args: argparse.Namespace) -> int:
         groups=args.groups,
         steps=args.steps,
         warmup=args.warmup,
-        recipes=args.recipes or find_recipes(),
+        recipes=args.recipes or shipped("recipes"),
         out=args.out or Path("runs") / f"bench-emulated-{time.strftime('%Y%m%d-%H%M%S')}",
         overrides=tuple(args.overrides),
         timeout_s=args.timeout,
@@ -174,12 +174,6 @@ def show_emulated(rows: list[dict[str, Any]]) -> None:
     console = console if console.is_terminal else Console(width=130)
     console.print(table)
     console.print("ms/fragment: (step - predicted) / generated fragments, the cost of the real control plane")
-
-
-def find_recipes() -> Path:
-    """The folder ``recipes`` here, or that of the checkout which this package is imported from."""
-    here, checkout = Path("recipes"), Path(__file__).resolve().parents[2] / "recipes"
-    return here if (here / "digits.yaml").is_file() else checkout
 
 
 def show(found: dict[str, Any]) -> None:

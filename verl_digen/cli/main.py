@@ -13,13 +13,13 @@ import sys
 
 COMMANDS = {
     "doctor": "versions, devices, what is registered with veRL, what is missing and how to get it",
+    "check": "compose a recipe, make every check of a start, print the plan; starts nothing",
     "prepare": "write the digits model and its prompt files; rebuild the shipped weights",
     "export": "a checkpoint's weights as stock diffusers and peft load them",
     "plan": "search pool split, fragment and tile size, policy for a workload",
     "simulate": "run the schedule of a workload in the discrete-event simulator",
     "bench": "measure the live modes against a bare loop",
     "report": "one self-contained HTML page of a run",
-    "patch": "check, apply or revert the optional patches to veRL",
 }
 
 

@@ -24,15 +24,17 @@ from verl_digen.schedule.profile import Profile
 from verl_digen.schedule.tag import policies
 from verl_digen.schedule.trace import write_chrome_trace
 from verl_digen.schedule.work import Pools, Schedule, TrainerPool
+from verl_digen.shipped import shipped
 
-WORKLOADS = Path("recipes/workloads")
+WORKLOADS = shipped("recipes") / "workloads"
+TESTBEDS = shipped("recipes") / "testbeds" / "devices.yaml"
 
 
 def load_case(name: str, denoise_steps: int | None, trained_fraction: float | None) -> Case:
-    """Read a workload by file or by its name in ``recipes/workloads``."""
+    """Read a workload by file or by its name in the shipped ``recipes/workloads``."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else WORKLOADS / f"{name}.yaml"
     if not path.is_file():
-        known = sorted(found.stem for found in WORKLOADS.glob("*.yaml") if found.stem != "testbeds")
+        known = sorted(found.stem for found in WORKLOADS.glob("*.yaml"))
         raise ValueError(f"no workload file {path}; in {WORKLOADS}: {', '.join(known) or 'nothing'}")
     case = read_case(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
     return case.resized(denoise_steps, trained_fraction)
@@ -50,7 +52,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments shared by ``simulate`` and ``plan``."""
     parser.add_argument("workloads", nargs="*", help="workload files, or names of files in recipes/workloads")
     parser.add_argument("--testbed", default="A", help="name in the testbed file (default: A)")
-    parser.add_argument("--testbeds", default=str(WORKLOADS / "testbeds.yaml"), help="testbed file")
+    parser.add_argument("--testbeds", default=str(TESTBEDS), help="testbed file")
     parser.add_argument("--denoise-steps", type=int, help="sampling steps instead of the file's")
     parser.add_argument("--trained-fraction", type=float, help="share of the steps that is trained")
     parser.add_argument("--recompute-old-log-probs", action="store_true", help="an extra forward pass per cell")

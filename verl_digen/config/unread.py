@@ -12,6 +12,8 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from verl_digen.shipped import verl_config_folder
+
 # Patterns of the leaves that a diffusion run reads.
 READ = (
     "actor_rollout_ref.actor.checkpoint.save_contents*",
@@ -99,13 +101,13 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
 @cache
 def _defaults() -> tuple[dict[str, Any], dict[str, Any]]:
     """Leaves of the defaults: as written (interpolations as text), and resolved."""
-    from hydra import compose, initialize_config_module
+    from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_module(config_module="verl.trainer.config", version_base=None):
+        with initialize_config_dir(config_dir=str(verl_config_folder()), version_base=None):
             config = compose(
                 config_name="ppo_trainer",
                 overrides=["hydra.searchpath=[pkg://verl_digen.config]", "+digen=default"],

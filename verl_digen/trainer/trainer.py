@@ -18,8 +18,6 @@ from typing import Any
 import ray
 import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
-from rich.console import Console
-from rich.table import Table
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -45,6 +43,7 @@ from verl_digen.sync.calls import results
 from verl_digen.sync.publisher import PublishError
 from verl_digen.trainer import metrics as digen_metrics
 from verl_digen.trainer.about import write_about
+from verl_digen.trainer.check import print_plan
 from verl_digen.trainer.outputs import Outputs
 from verl_digen.trainer.pools import ROLLOUT_POOL, TRAINER_POOL, DigenResourcePoolManager
 from verl_digen.trainer.resume import ENGINE_FOLDER, find_checkpoint, run_state, save_run
@@ -94,15 +93,28 @@ class DigenTrainer(PPOTrainer):
 
     # ---- building ------------------------------------------------------------------------------------------
 
-    def _setup(self) -> None:
-        self._init_tokenizer()
+    def check(self) -> Path | None:
+        """All that can be wrong before a device is taken: prompts, model folder, rewards, checkpoint. Starts nothing.
+
+        Returns:
+            The checkpoint to go on from, or None.
+
+        Raises:
+            ValueError: with the option to change.
+        """
         self._init_dataloader()
-        self._init_dump_executor()
         self._check_model()
         self.validation_metrics = load_metrics(self.plan.digen.validation.metrics)
         build_rewards(self.config)  # an unknown reward or a missing file is an error here already
-        resumed = self.find_checkpoint()
-        write_about(self, self._print_plan())
+        return self.find_checkpoint()
+
+    def _setup(self) -> None:
+        self._init_tokenizer()
+        self._init_dump_executor()
+        resumed = self.check()
+        rows = self.plan_rows()
+        print_plan(rows)
+        write_about(self, rows)
         self._init_resource_pool_mgr()
         self.resource_pool_manager.create_resource_pool()
         start_workers(self)
@@ -165,10 +177,10 @@ class DigenTrainer(PPOTrainer):
             ),
         }
 
-    def _print_plan(self) -> list[tuple[str, str]]:
-        table = Table(title="verl_digen: resolved plan", show_header=False)
+    def plan_rows(self) -> list[tuple[str, str]]:
+        """The resolved plan as (what, value), after :meth:`check`."""
         sampling = self.expected_sampling["train"]
-        rows = [
+        return [
             ("model", f"{self.model_config.path} ({sampling['family']}, {sampling['dtype']})"),
             (
                 "sampling",
@@ -178,10 +190,6 @@ class DigenTrainer(PPOTrainer):
             ),
             *self.plan.rows(),
         ]
-        for what, value in rows:
-            table.add_row(what, value)
-        Console(width=120).print(table)
-        return rows
 
     def _init_resource_pool_mgr(self) -> None:
         trainer, rollout = self.config.trainer, self.config.actor_rollout_ref.rollout
