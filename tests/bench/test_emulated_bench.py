@@ -32,7 +32,7 @@ def test_the_run_is_the_workload(tmp_path, workload, groups, transitions, batche
     plan = resolve_plan(compose_recipe(RECIPES, [*MODES["gap+tsp"], *options]))
     assert (plan.prompts, plan.n) == (case.workload.groups, case.workload.samples_per_group)
     assert (plan.replicas, plan.trainer_ranks) == (4, 3)
-    assert (plan.transitions, plan.logical_batches) == (transitions, batches)
+    assert (plan.transitions, plan.logical_batches, plan.kl_beta) == (transitions, batches, 0.0)
     assert plan.digen.tsp.max_cells == 8 and sorted(plan.digen.rewards) == ["emulated"]
     assert case.costs.denoise_s == pytest.approx({"wan2.2-5b": 0.01358, "wan2.1-1.3b": 0.0013}[workload])
 

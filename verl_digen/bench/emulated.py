@@ -86,6 +86,7 @@ def overrides_of(case: Case, data: Path, generator: int, trainer: int, cells: in
         override("data.val_files", data / "prompts.parquet"),
         f"data.train_batch_size={work.groups}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={work.groups // work.logical_batches}",
+        "actor_rollout_ref.actor.use_kl_loss=false",  # a workload has no reference forward
         f"actor_rollout_ref.rollout.n={work.samples_per_group}",
         f"actor_rollout_ref.rollout.n_gpus_per_node={generator}",
         f"trainer.n_gpus_per_node={trainer}",
