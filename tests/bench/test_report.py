@@ -131,7 +131,7 @@ SETTINGS = {"trainer": {"total_training_steps": 9}, "actor_rollout_ref": {"actor
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"timing_s/step": 1.0}, "ends at step 3 of trainer.total_training_steps=9"),
+        ({"timing_s/step": 1.0}, "ends at step 3 of trainer.total_training_steps=9: the run goes on"),
         ({"actor/log_prob_gap_max": 2e-4}, "0.0002 at step 3, more than a tenth of the clip range 0.001"),
         ({"reward/zero_std_ratio": 0.8}, "zero_std_ratio is 0.80 at step 3: most groups have equal rewards"),
         ({"actor/clip_high": 0.6}, "most cells lie above the clip range"),

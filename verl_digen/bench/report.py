@@ -230,7 +230,9 @@ def findings(lines: Sequence[LogLine], about: dict[str, Any]) -> list[str]:
     trainer, actor = settings.get("trainer", {}), settings.get("actor_rollout_ref", {}).get("actor", {})
     steps, planned = series(lines, "timing_s/step"), trainer.get("total_training_steps")
     if planned and steps and steps[-1][0] < planned:
-        out.append(f"The log ends at step {steps[-1][0]} of trainer.total_training_steps={planned}.")
+        out.append(
+            f"The log ends at step {steps[-1][0]} of trainer.total_training_steps={planned}: the run goes on, or it ended early."
+        )
     gap, clip = series(lines, "actor/log_prob_gap_max"), actor.get("clip_ratio")
     if gap and clip:
         step, worst = max(gap, key=lambda point: point[1])
