@@ -231,7 +231,8 @@ def findings(lines: Sequence[LogLine], about: dict[str, Any]) -> list[str]:
     steps, planned = series(lines, "timing_s/step"), trainer.get("total_training_steps")
     if planned and steps and steps[-1][0] < planned:
         out.append(
-            f"The log ends at step {steps[-1][0]} of trainer.total_training_steps={planned}: the run goes on, or it ended early."
+            f"The log ends at step {steps[-1][0]} of trainer.total_training_steps={planned}: the run goes on, or it "
+            "ended early."
         )
     gap, clip = series(lines, "actor/log_prob_gap_max"), actor.get("clip_ratio")
     if gap and clip:
