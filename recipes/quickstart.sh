@@ -90,7 +90,7 @@ trap 'kill "$FOLLOWER" 2>/dev/null || true' EXIT
 
 train() {
     python -m verl.trainer.main_ppo --config-dir "$ROOT/recipes" --config-name "${RECIPE:-digits}" \
-        trainer.val_before_train=true trainer.v1.digen.trace.every=5 "$@" \
+        trainer.val_before_train=true trainer.v1.digen.trace.every=8 "$@" \
         recipe.digits_dir=data trainer.default_local_dir=checkpoints 'trainer.logger=[console,file]'
 }
 if ! train "$@" >"$OUT/train.log" 2>&1; then

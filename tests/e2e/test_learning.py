@@ -19,7 +19,7 @@ STEPS = 10
 def test_digits_accuracy_rises(digits_dir, tmp_path):
     """10 steps, disaggregated, streaming: validation accuracy gains at least 0.15 and passes 0.7.
 
-    The quickstart's 20 steps go further; what is not covered here is how fast a step is.
+    The recipe's 16 steps go further; what is not covered here is how fast a step is.
     """
     log = tmp_path / "log.jsonl"
     command = [

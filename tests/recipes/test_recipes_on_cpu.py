@@ -211,6 +211,9 @@ def test_reward_hacking_is_the_digits_recipe_without_its_brakes():
     assert differing == {
         "actor_rollout_ref.actor.use_kl_loss": (True, False),
         "actor_rollout_ref.actor.optim.lr": (6e-4, 1e-3),
+        "trainer.total_training_steps": (16, 20),  # equal time: a step without the KL is shorter
+        "trainer.test_freq": (8, 10),
+        "trainer.save_freq": (16, 20),
         "trainer.experiment_name": ("flow_grpo", "reward_hacking"),
         "trainer.default_local_dir": ("runs/digits", "runs/digits_reward_hacking"),
     }
