@@ -26,6 +26,7 @@ SECTIONS = {
     "validation": "Validation",
     "algorithm": "Algorithm",
     "rewards": "Rewards",
+    "reward_workers": "Reward workers",
     "ema": "Averaged weights",
     "gap": "Generation-axis pipeline (GAP)",
     "tsp": "Timestep parallelism (TSP)",
@@ -42,6 +43,9 @@ DIGEN = {
     "accelerator_type.trainer": "Ray resource that the nodes of the Trainer pool must have, for example "
     "`accelerator_type:H100`.",
     "accelerator_type.rollout": "The same for the Generator pool. Colocated: null, or the same as for the Trainer.",
+    "accelerator_type.reward": "The same for reward workers with devices.",
+    "reward_workers.num_gpus": "Devices of each of the `reward.num_workers` processes, in a placement group of their "
+    "own: 0, a share of one device, or whole devices.",
     "arithmetic": "Dtype of latents, transitions, log-probs, losses, master weights and optimizer state: `float32` or "
     "`float64`. `float64` needs `actor_rollout_ref.model.dtype=float64`; equivalence tests use it.",
     "sampling.num_steps": "Denoising steps T.",
@@ -130,6 +134,7 @@ REWARD_ENTRY = {
     "path": "Python file with a function of your own; null takes a registered one.",
     "name": "Name of the function; null takes the entry's own name.",
     "kwargs": "Further keyword arguments of the function.",
+    "batched": "The function takes the samples of a fragment in one call, as lists.",
 }
 
 MODEL = {

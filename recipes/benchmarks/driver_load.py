@@ -4,8 +4,8 @@
 
 Real: manager, claim queue, ledger, assembler, dispatch, scoring, the training step with its advantages, the calls to
 the Trainer's ranks, and the accounting of a step (timeline, bubbles, costs, metrics). Emulated: replicas, reward
-workers and ranks, which answer at once and compute nothing, and Ray's object store, which hands values through. So the figures
-are what the driver's own work costs; what Ray needs for a call comes on top, and the calls of a step are counted.
+workers and ranks, which answer at once and compute nothing, and Ray's object store, which hands values through. So the
+figures are what the driver's own work costs; what Ray needs for a call comes on top: the calls of a step are counted.
 """
 
 from __future__ import annotations

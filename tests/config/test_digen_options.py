@@ -169,6 +169,9 @@ IMPOSSIBLE = [
     ({"tcss": {"enable": True, "correction": "vtrace"}}, "tcss.correction='vtrace'"),
     ({"tcss": {"enable": True}, "gap": {"enable": True}}, "tcss.enable=true needs trainer.v1.digen.placement=disagg"),
     ({"tcss": {"enable": True}, "placement": "disaggregated"}, "tcss.enable=true needs trainer.v1.digen.gap.enable"),
+    ({"reward_workers": {"num_gpus": -1}}, "reward_workers.num_gpus=-1.0"),
+    ({"reward_workers": {"num_gpus": 1.5}}, "reward_workers.num_gpus=1.5"),
+    ({"accelerator_type": {"reward": "L4"}}, "accelerator_type.reward=L4 is not read"),
     ({"threads": {"trainer": 0}}, "threads.trainer=0"),
     ({"threads": {"rollout": -2}}, "threads.rollout=-2"),
 ]

@@ -249,12 +249,13 @@ def test_the_example_family_runs(tmp_path):
 def test_the_example_reward_runs(tmp_path):
     import numpy as np
 
-    from verl_digen.rewards.manager import RewardConfig
+    from verl_digen.config.digen import RewardSpec
+    from verl_digen.rewards.manager import load_reward
 
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "rewards.md").read_text(), re.S)
     file = tmp_path / "my_rewards.py"
     file.write_text(blocks[0])
-    function = RewardConfig(path=str(file), kwargs={"target": 0.5}).load("brightness")
+    function = load_reward("brightness", RewardSpec(path=str(file), kwargs={"target": 0.5}))
     result = function(np.full((8, 8, 3), 128, np.uint8), "a grey square", "", {})
     assert result["score"] == pytest.approx(1.0, abs=0.01)
 

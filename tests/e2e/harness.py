@@ -62,7 +62,7 @@ def disaggregated(replicas: int = 1) -> list[str]:
 # the sets of processes that tests share, see conftest.py
 SETS = {
     "one": FLOAT64,
-    "pools": [*FLOAT64, *disaggregated(3), "trainer.n_gpus_per_node=2"],
+    "pools": [*FLOAT64, *disaggregated(3), "trainer.n_gpus_per_node=2", "trainer.v1.digen.reward_workers.num_gpus=0.5"],
 }
 
 
@@ -319,6 +319,8 @@ class Run:
         for pool in pools.resource_pool_dict.values() if pools is not None else []:
             for group in pool.pgs or []:
                 ray.util.remove_placement_group(group)
+        if getattr(rewards, "placement_group", None) is not None:
+            ray.util.remove_placement_group(rewards.placement_group)
 
 
 def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

@@ -18,6 +18,10 @@ TWO_STEPS = "trainer.total_training_steps=2"
 ONE_SHOT = [TWO_STEPS, "trainer.v1.digen.sampling.batch_size=2"]
 
 
+def _assigned(worker) -> dict[str, float]:
+    return ray.get_runtime_context().get_assigned_resources()
+
+
 def disturb(pid: int, sent: signal.Signals, ready, seconds: float = 60.0) -> threading.Thread:
     """Send a signal to ``pid`` as soon as ``ready()`` is true."""
 
@@ -68,5 +72,8 @@ def test_a_process_that_dies_or_hangs_changes_nothing(pools, undisturbed, victim
         thread.join()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+    if victim == "reward worker":  # the new one is in the same placement group, with the device of the old one
+        worker = run.trainer.reward_loop_manager.reward_loop_workers[0]
+        assert ray.get(worker.__ray_call__.remote(_assigned)).get("GPU") == 0.5
     assert len(run.steps()) == 2
     assert relative_difference(undisturbed["weights"], run.weights()) <= 1e-9

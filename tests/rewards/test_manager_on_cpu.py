@@ -89,6 +89,52 @@ def test_custom_reward_function_of_verl(function, options, weight):
     assert result["reward_score"] == 4.0 * weight and result["reward_extra_info"]["reward/custom"] == 4.0
 
 
+@pytest.fixture
+def batch_file(tmp_path):
+    file = tmp_path / "batches.py"
+    file.write_text(
+        "def sizes(images, prompts, ground_truths, extras, factor=1):\n"
+        "    assert len(images) == len(prompts) == len(ground_truths) == len(extras)\n"
+        "    return [{'score': factor * int(g), 'together': len(images)} for g in ground_truths]\n"
+        "async def later(images, prompts, ground_truths, extras):\n"
+        "    return [float(g) for g in ground_truths]\n"
+        "def few(images, prompts, ground_truths, extras):\n"
+        "    return [1.0]\n"
+        "def none(images, prompts, ground_truths, extras):\n"
+        "    return None\n"
+        "def poison(images, prompts, ground_truths, extras):\n"
+        "    return [1.0, float('nan')]\n"
+    )
+    return str(file)
+
+
+def test_a_batched_reward_gets_the_samples_in_one_call_beside_single_ones(batch_file):
+    rewards = {
+        "sizes": {"path": batch_file, "batched": True, "kwargs": {"factor": 10}},
+        "later": {"path": batch_file, "batched": True, "weight": 0.5},
+        "jpeg_compressibility": {"weight": 0},
+    }
+    data = DataProto.concat([sample(ground_truth=digit, sample=j) for j, digit in enumerate("372")])
+    results = asyncio.run(manager(rewards).run_batch(data))
+    assert [r["reward_score"] for r in results] == [31.5, 73.5, 21.0]
+    assert [r["reward_extra_info"]["together"] for r in results] == [3, 3, 3]
+    assert all("reward/jpeg_compressibility" in r["reward_extra_info"] for r in results)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("few", "'few' is batched, but gave 1 results for 2 samples, the first: .*j=0"),
+        ("none", "'none' is batched, but gave None for 2 samples"),
+        ("poison", r"'poison' gave the score nan for sample \(uid=g1-0-3, j=1\)"),
+    ],
+)
+def test_a_batched_reward_gives_one_finite_score_per_sample(batch_file, name, message):
+    data = DataProto.concat([sample(sample=j) for j in range(2)])
+    with pytest.raises(RewardError, match=message):
+        asyncio.run(manager({name: {"path": batch_file, "batched": True}}).run_batch(data))
+
+
 def test_verls_default_function_is_not_used_unless_asked_for():
     result = score(manager({"jpeg_compressibility": None}, compute_score=lambda **_: 1 / 0))
     assert "reward/custom" not in result["reward_extra_info"]
@@ -205,7 +251,7 @@ def test_blocking_functions_do_not_block_the_loop():
     ("rewards", "message"),
     [
         ({"beauty": {}}, "unknown reward 'beauty'; available: .*digit_classifier"),
-        ({"digit_classifier": {"wieght": 1}}, "unknown option.* wieght; known: kwargs, name, path, weight"),
+        ({"digit_classifier": {"wieght": 1}}, "unknown option.* wieght; known: batched, kwargs, name, path, weight"),
         ({"digit_classifier": {"weight": float("inf")}}, "weight must be a finite number, got inf"),
         ({"digit_classifier": {"weight": "heavy"}}, "weight must be a finite number, got 'heavy'"),
         ({"mine": {"path": "/nowhere/file.py"}}, "reward 'mine': no file /nowhere/file.py"),
@@ -213,6 +259,7 @@ def test_blocking_functions_do_not_block_the_loop():
         ({"mine": {"name": float("inf")}}, r"trainer.v1.digen.rewards.mine.name=inf is no text; put it in quotes"),
         ({"mine": {"path": 3}}, r"rewards.mine.path=3 is no text"),
         ({"digit_classifier": {"kwargs": [1]}}, r"rewards.digit_classifier.kwargs=\[1\] is no mapping"),
+        ({"digit_classifier": {"batched": 1}}, r"rewards.digit_classifier.batched=1 is no true or false"),
         ({"digit_classifier": 0.5}, r"rewards.digit_classifier=0.5 is no mapping; .*weight"),
         ({}, "no reward is configured"),
     ],

@@ -20,6 +20,7 @@ NODES = [{"GPU": 4, "CPU": 16, "accelerator_type:A": 1}, {"GPU": 4, "CPU": 16, "
 
 def test_pools_that_fit_pass():
     check_placement({"trainer_pool": [4], "rollout_pool": [4]}, {}, NODES, device="GPU")
+    check_placement({"trainer_pool": [4], "rollout_pool": [3], "reward_pool": [0.5, 0.5]}, {}, NODES, device="GPU")
     types = {"trainer_pool": "accelerator_type:B", "rollout_pool": "accelerator_type:A"}
     check_placement({"trainer_pool": [4], "rollout_pool": [4]}, types, NODES, device="GPU")
 
@@ -29,6 +30,7 @@ def test_pools_that_fit_pass():
     [
         ({"trainer_pool": [5]}, {}, ("trainer_pool needs 5 GPU", "GPU=4")),
         ({"trainer_pool": [4], "rollout_pool": [4, 1]}, {}, ("rollout_pool needs 1 GPU", "[4, 1]")),
+        ({"trainer_pool": [4], "reward_pool": [0.5] * 9}, {}, ("reward_pool needs 0.5 GPU and 1 CPU", "GPU=4")),
         ({"trainer_pool": [1]}, {"trainer_pool": "accelerator_type:C"}, ("accelerator_type:C", "accelerator_type:A=1")),
         (
             {"trainer_pool": [3], "rollout_pool": [3]},

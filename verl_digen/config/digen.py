@@ -99,6 +99,7 @@ class FunctionSpec:
 @dataclass(kw_only=True)
 class RewardSpec(FunctionSpec):
     weight: float = 1.0
+    batched: bool = False
 
 
 @dataclass(kw_only=True)
@@ -224,6 +225,7 @@ class TraceConfig:
 class PoolStrings:
     trainer: str | None = None
     rollout: str | None = None
+    reward: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -234,6 +236,17 @@ class ThreadsConfig:
     def __post_init__(self):
         _positive("threads.trainer", self.trainer, optional=True)
         _positive("threads.rollout", self.rollout, optional=True)
+
+
+@dataclass(kw_only=True)
+class RewardWorkersConfig:
+    num_gpus: float = 0.0
+
+    def __post_init__(self):
+        if not 0.0 <= self.num_gpus < math.inf or (self.num_gpus > 1 and self.num_gpus != int(self.num_gpus)):
+            raise ValueError(
+                f"{PREFIX}.reward_workers.num_gpus={self.num_gpus} must be 0, a share of one device, or whole devices"
+            )
 
 
 @dataclass(kw_only=True)
@@ -252,6 +265,7 @@ class DigenConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rewards: dict[str, RewardSpec] = field(default_factory=dict)
+    reward_workers: RewardWorkersConfig = field(default_factory=RewardWorkersConfig)
     ema: EMAConfig = field(default_factory=EMAConfig)
     gap: GapConfig = field(default_factory=GapConfig)
     tsp: TspConfig = field(default_factory=TspConfig)
@@ -267,6 +281,11 @@ class DigenConfig:
         for mechanism in (self.gap, self.tsp):
             if mechanism.enable is None:
                 mechanism.enable = self.preset == "digen"
+        if self.accelerator_type.reward is not None and not self.reward_workers.num_gpus:
+            raise ValueError(
+                f"{PREFIX}.accelerator_type.reward={self.accelerator_type.reward} is not read with "
+                f"{PREFIX}.reward_workers.num_gpus=0"
+            )
         if self.tcss.enable and self.placement == "colocated":
             raise ValueError(
                 f"{PREFIX}.tcss.enable=true needs {PREFIX}.placement=disaggregated: colocated replicas share the "

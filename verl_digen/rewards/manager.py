@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from omegaconf import OmegaConf
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
+from verl_digen.config.digen import RewardSpec
 from verl_digen.rewards.functions import REWARDS
 
 CUSTOM = "custom"
@@ -25,29 +26,14 @@ class RewardError(RuntimeError):
     """A sample could not be judged. The message names the reward, the sample, its prompt and the cause."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    """One entry of ``trainer.v1.digen.rewards``.
+def load_reward(label: str, spec: RewardSpec) -> Callable[..., Any]:
+    """The function of an entry of ``trainer.v1.digen.rewards``: ``fn(images, prompt, ground_truth, extra)``, each of
+    one sample, or, with ``batched``, of a list of samples.
 
-    Args:
-        weight: factor in the weighted sum; 0 only reports the reward.
-        path: file of a function of one's own; None takes a registered one.
-        name: name of the function; None takes the entry's own name.
-        kwargs: further arguments of the function.
+    Raises:
+        ValueError: no such registered function, file, or function in the file.
     """
-
-    weight: float = 1.0
-    path: str | None = None
-    name: str | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def load(self, label: str) -> Callable[..., Any]:
-        """The function ``fn(images, prompt, ground_truth, extra)``.
-
-        Raises:
-            ValueError: no such registered function, file, or function in the file.
-        """
-        return REWARDS.load(label, self.path, self.name, self.kwargs)
+    return REWARDS.load(label, spec.path, spec.name, spec.kwargs)
 
 
 @dataclass(frozen=True)
@@ -64,10 +50,13 @@ class _Sample:
 
 @dataclass(frozen=True)
 class _Reward:
+    """``call`` takes a sample, or a list of samples if it is batched."""
+
     label: str
     weight: float
-    call: Callable[[_Sample], Any]
+    call: Callable[[Any], Any]
     is_async: bool
+    batched: bool = False
 
 
 class DiffusionRewardManager(RewardManagerBase):
@@ -125,8 +114,18 @@ class DiffusionRewardManager(RewardManagerBase):
         Raises:
             RewardError: a reward raised, or gave no finite ``score``.
         """
-        sample = _read_sample(data)
-        results = await asyncio.gather(*(_score(reward, sample) for reward in self.rewards))
+        if len(data) != 1:
+            raise ValueError(f"run_single scores one sample, got {len(data)}")
+        return (await self.run_batch(data))[0]
+
+    async def run_batch(self, data: Any) -> list[dict[str, Any]]:
+        """Score the samples of a fragment, a batched reward in one call; see :meth:`run_single`."""
+        samples = [_read_sample(data[i]) for i in range(len(data))]
+        judged = await asyncio.gather(*(_score_all(reward, samples) for reward in self.rewards))
+        return [self._combine(results) for results in zip(*judged, strict=True)]
+
+    def _combine(self, results: Sequence[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
+        """The weighted sum and the report of one sample."""
         total, info = 0.0, {}
         for reward, (score, _) in zip(self.rewards, results, strict=True):
             total += reward.weight * score
@@ -140,10 +139,10 @@ class DiffusionRewardManager(RewardManagerBase):
         return {"reward_score": total, "reward_extra_info": info}
 
 
-def _entries(config: Any) -> dict[str, RewardConfig]:
+def _entries(config: Any) -> dict[str, RewardSpec]:
     node = OmegaConf.select(config, _OPTION)
     plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else (node or {})
-    known = set(RewardConfig.__dataclass_fields__)
+    known = {entry.name for entry in fields(RewardSpec)}
     entries = {}
     for label, options in plain.items():
         if not isinstance(options, dict | None):
@@ -160,10 +159,11 @@ def _entries(config: Any) -> dict[str, RewardConfig]:
             ("name", str, "text; put it in quotes"),
             ("path", str, "text; put it in quotes"),
             ("kwargs", dict, "mapping"),
+            ("batched", bool, "true or false"),
         ):
             if key in options and not isinstance(options[key], kind):
                 raise ValueError(f"{_OPTION}.{label}.{key}={options[key]!r} is no {wanted}")
-        entries[str(label)] = RewardConfig(**options)
+        entries[str(label)] = RewardSpec(**options)
     return entries
 
 
@@ -173,13 +173,22 @@ def _checked_weight(label: str, weight: Any) -> float:
     return float(weight)
 
 
-def _configured(label: str, entry: RewardConfig) -> _Reward:
-    function = entry.load(label)
+def _configured(label: str, entry: RewardSpec) -> _Reward:
+    function = load_reward(label, entry)
 
     def call(sample: _Sample) -> Any:
         return function(sample.images, sample.prompt, sample.ground_truth, dict(sample.extra))
 
-    return _Reward(label, _checked_weight(label, entry.weight), call, _is_async(function))
+    def call_batch(samples: Sequence[_Sample]) -> Any:
+        return function(
+            [sample.images for sample in samples],
+            [sample.prompt for sample in samples],
+            [sample.ground_truth for sample in samples],
+            [dict(sample.extra) for sample in samples],
+        )
+
+    weight, is_async = _checked_weight(label, entry.weight), _is_async(function)
+    return _Reward(label, weight, call_batch if entry.batched else call, is_async, entry.batched)
 
 
 def _custom(compute_score: Callable[..., Any] | None, weight: Any, router: dict[str, Any]) -> _Reward:
@@ -205,10 +214,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
 
-def _read_sample(data: Any) -> _Sample:
-    if len(data) != 1:
-        raise ValueError(f"run_single scores one sample, got {len(data)}")
-    item = data[0]
+def _read_sample(item: Any) -> _Sample:
     fields = item.non_tensor_batch
     missing = [key for key in ("prompt", "ground_truth", "data_source", "uid", "sample") if key not in fields]
     if missing or "pixels" not in item.batch:
@@ -223,16 +229,28 @@ def _read_sample(data: Any) -> _Sample:
     return _Sample(images, fields["prompt"], fields["ground_truth"], fields["data_source"], extra, where)
 
 
-def _failure(reward: _Reward, sample: _Sample, error: BaseException) -> RewardError:
-    return RewardError(f"reward {reward.label!r} failed for {sample.where}: {type(error).__name__}: {error}")
+def _failure(reward: _Reward, where: str, error: BaseException) -> RewardError:
+    return RewardError(f"reward {reward.label!r} failed for {where}: {type(error).__name__}: {error}")
 
 
-def _call(reward: _Reward, sample: _Sample) -> Any:
+def _call(reward: _Reward, given: Any, where: str) -> Any:
     """Call the reward, in a thread. ``sys.exit`` and ``StopIteration`` would end or hang the event loop they reach."""
     try:
-        return reward.call(sample)
+        return reward.call(given)
     except BaseException as error:  # noqa: BLE001 - whatever a reward raises is reported with its sample
-        raise _failure(reward, sample, error) from error
+        raise _failure(reward, where, error) from error
+
+
+async def _answer(reward: _Reward, given: Any, where: str) -> Any:
+    """What the reward returns for a sample, or for a list of samples."""
+    if not reward.is_async:
+        return await asyncio.get_running_loop().run_in_executor(None, _call, reward, given, where)
+    try:
+        return await reward.call(given)
+    except GeneratorExit:  # the coroutine is thrown away
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever a reward raises is reported with its sample
+        raise _failure(reward, where, error) from error
 
 
 def _plain(value: Any) -> Any:
@@ -246,17 +264,20 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else repr(value)
 
 
-async def _score(reward: _Reward, sample: _Sample) -> tuple[float, dict[str, Any]]:
-    """Score and extras of one reward; every failure becomes a RewardError that names reward and sample."""
-    if reward.is_async:
-        try:
-            result = await reward.call(sample)
-        except GeneratorExit:  # the coroutine is thrown away
-            raise
-        except BaseException as error:  # noqa: BLE001 - whatever a reward raises is reported with its sample
-            raise _failure(reward, sample, error) from error
+async def _score_all(reward: _Reward, samples: Sequence[_Sample]) -> list[tuple[float, dict[str, Any]]]:
+    """Score and extras of every sample; every failure becomes a RewardError that names reward and sample."""
+    if reward.batched:
+        where = f"{len(samples)} samples, the first: {samples[0].where}"
+        answers = await _answer(reward, samples, where)
+        if not isinstance(answers, Sequence | np.ndarray) or isinstance(answers, str) or len(answers) != len(samples):
+            count = f"{len(answers)} results" if hasattr(answers, "__len__") else repr(answers)
+            raise RewardError(f"reward {reward.label!r} is batched, but gave {count} for {where}")
     else:
-        result = await asyncio.get_running_loop().run_in_executor(None, _call, reward, sample)
+        answers = await asyncio.gather(*(_answer(reward, sample, sample.where) for sample in samples))
+    return [_read_score(reward, sample, answer) for sample, answer in zip(samples, answers, strict=True)]
+
+
+def _read_score(reward: _Reward, sample: _Sample, result: Any) -> tuple[float, dict[str, Any]]:
     extras = dict(result) if isinstance(result, dict) else {"score": result}
     if "score" not in extras:
         raise RewardError(

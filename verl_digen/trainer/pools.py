@@ -12,6 +12,7 @@ from verl.single_controller.ray.base import RayResourcePool, ResourcePoolManager
 
 TRAINER_POOL = "trainer_pool"
 ROLLOUT_POOL = "rollout_pool"
+REWARD_POOL = "reward_pool"
 
 
 class PlacementError(ValueError):
@@ -24,9 +25,11 @@ class DigenResourcePoolManager(ResourcePoolManager):
 
     Attributes:
         accelerator_types: pool name -> Ray resource name, or None.
+        reward_devices: devices of each reward worker; their placement group is made with them, but must fit beside.
     """
 
     accelerator_types: dict[str, str | None] = field(default_factory=dict)
+    reward_devices: list[float] = field(default_factory=list)
 
     def create_resource_pool(self) -> None:
         """Check the cluster, then describe one placement group per node of each pool.
@@ -35,7 +38,7 @@ class DigenResourcePoolManager(ResourcePoolManager):
             PlacementError: a pool does not fit.
         """
         check_placement(
-            self.resource_pool_spec,
+            self.resource_pool_spec | ({REWARD_POOL: self.reward_devices} if self.reward_devices else {}),
             self.accelerator_types,
             list(available_resources_per_node().values()),
             device=get_platform().ray_resource_name(),
@@ -52,7 +55,7 @@ class DigenResourcePoolManager(ResourcePoolManager):
 
 
 def check_placement(
-    pools: dict[str, list[int]],
+    pools: dict[str, list[float]],
     accelerator_types: dict[str, str | None],
     nodes: list[dict[str, float]],
     *,
@@ -62,7 +65,7 @@ def check_placement(
     """Refuse pools that the free resources of the nodes cannot hold (first fit, largest part first).
 
     Args:
-        pools: pool -> devices wanted on each of its nodes.
+        pools: pool -> devices wanted in each of its parts; a part is on one node.
         accelerator_types: pool -> Ray resource that its nodes must have.
         nodes: free resources of each node.
         device: Ray's name of the device resource (``GPU``, ``NPU``).
@@ -75,12 +78,12 @@ def check_placement(
         ((size, name) for name, sizes in pools.items() for size in sizes), key=lambda part: part[0], reverse=True
     )
     for size, name in parts:
-        wanted_type = accelerator_types.get(name)
+        wanted_type, cpus = accelerator_types.get(name), max(1, size) * cpus_per_bundle
         for node in free:
-            fits = node.get(device, 0) >= size and node.get("CPU", 0) >= size * cpus_per_bundle
+            fits = node.get(device, 0) >= size and node.get("CPU", 0) >= cpus
             if fits and (wanted_type is None or node.get(wanted_type, 0) > 0):
                 node[device] -= size
-                node["CPU"] -= size * cpus_per_bundle
+                node["CPU"] -= cpus
                 break
         else:
             wanted = "; ".join(
@@ -97,11 +100,12 @@ def check_placement(
                 for node in nodes
             )
             raise PlacementError(
-                f"{name} needs {size} {device} and {size * cpus_per_bundle} CPU on one node"
+                f"{name} needs {size} {device} and {cpus} CPU on one node"
                 + (f" with resource {wanted_type}" if wanted_type else "")
                 + f", which no node has left. Wanted in all: {wanted}. Free on the nodes: {has or 'no nodes'}. Change "
                 "trainer.{nnodes,n_gpus_per_node}, actor_rollout_ref.rollout.{nnodes,n_gpus_per_node} or "
-                "trainer.v1.digen.accelerator_type (on a CPU machine: ray_kwargs.ray_init.{num_gpus,num_cpus})"
+                "trainer.v1.digen.{reward_workers.num_gpus,accelerator_type} (on a CPU machine: "
+                "ray_kwargs.ray_init.{num_gpus,num_cpus})"
             )
 
 

@@ -45,7 +45,7 @@ from verl_digen.trainer import metrics as digen_metrics
 from verl_digen.trainer.about import write_about
 from verl_digen.trainer.check import print_plan
 from verl_digen.trainer.outputs import Outputs
-from verl_digen.trainer.pools import ROLLOUT_POOL, TRAINER_POOL, DigenResourcePoolManager
+from verl_digen.trainer.pools import REWARD_POOL, ROLLOUT_POOL, TRAINER_POOL, DigenResourcePoolManager
 from verl_digen.trainer.resume import ENGINE_FOLDER, find_checkpoint, run_state, save_run
 from verl_digen.trainer.rewards import DiffusionRewardLoopManager, build_rewards
 from verl_digen.trainer.startup import init_models, start_workers
@@ -197,12 +197,14 @@ class DigenTrainer(PPOTrainer):
         spec = {TRAINER_POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
         if self.disaggregated:
             spec[ROLLOUT_POOL] = [rollout.n_gpus_per_node] * rollout.nnodes
+        devices = self.plan.digen.reward_workers.num_gpus
         self.mapping = {Role.ActorRollout: TRAINER_POOL}
         self.resource_pool_manager = DigenResourcePoolManager(
             resource_pool_spec=spec,
             mapping=self.mapping,
             max_colocate_count=1,
-            accelerator_types={TRAINER_POOL: types.trainer, ROLLOUT_POOL: types.rollout},
+            accelerator_types={TRAINER_POOL: types.trainer, ROLLOUT_POOL: types.rollout, REWARD_POOL: types.reward},
+            reward_devices=[devices] * self.config.reward.num_workers if devices else [],
         )
 
     @property
