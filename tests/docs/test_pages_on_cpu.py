@@ -84,7 +84,7 @@ def option_names() -> set[str]:
 def known_option(name: str) -> bool:
     if name.startswith("rewards."):
         parts = name.split(".")
-        return len(parts) == 2 or (len(parts) == 3 and parts[2] in ("weight", "path", "name", "kwargs"))
+        return len(parts) == 2 or (len(parts) == 3 and parts[2] in ("weight", "path", "name", "kwargs", "batched"))
     return name in option_names()
 
 
