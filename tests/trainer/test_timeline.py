@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.trainer.test_step import GROUPS, make_plan, result
 from verl_digen.bench.predict import read_measured
@@ -125,6 +128,86 @@ def test_colocated_devices_are_busy_when_they_generate_or_train():
         "bubble/generator_wait_for_publish_s": pytest.approx(1.0),
         "bubble/trainer_wait_for_control_s": pytest.approx(0.5),
     }
+
+
+def cause_at(row: str, at: float, spans, one_shot: bool, colocated: bool) -> str | None:
+    """Why ``row`` has no work at a moment; None when it has. The rule, without any cleverness."""
+
+    def now(*names, row=None):
+        return any(s.name in names and s.start_s <= at < s.end_s and row in (None, s.row) for s in spans)
+
+    if now("generate", row=row) or now("train", "fetch", "commit", row="trainer" if colocated else row):
+        return None
+    pool = "trainer" if row == "trainer" else "generator"
+    if now("publish"):
+        return f"{pool}: wait for publish"
+    if colocated and now("generate"):
+        return "generator: wait for slower replicas"
+    if pool == "generator" and not colocated:
+        return f"generator: wait for {'training' if now('train', 'commit', 'fetch', 'score') else 'control'}"
+    if now("generate"):
+        scored = any(s.name == "score" and s.end_s <= at for s in spans)
+        return "trainer: barrier" if one_shot and scored else "trainer: wait for generation"
+    return f"trainer: wait for {'reward' if now('score') else 'control'}"
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    rollouts=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(-2, 20), st.integers(0, 9), st.integers(0, 3)), min_size=2
+    ),
+    trained=st.lists(st.tuples(st.integers(-2, 20), st.integers(0, 2), st.integers(0, 3)), max_size=6),
+    commits=st.lists(st.tuples(st.integers(0, 22), st.integers(0, 2)), max_size=2),
+    publishes=st.lists(st.tuples(st.integers(0, 22), st.integers(0, 3)), max_size=2),
+    one_shot=st.booleans(),
+    placement=st.sampled_from(["colocated", "disaggregated"]),
+)
+def test_bubbles_are_those_of_every_moment(rollouts, trained, commits, publishes, one_shot, placement):
+    """Overlapping, empty and late spans included: the bubbles of each row are what a look at every moment gives."""
+    phases = {"encode": 0.0, "denoise": 0.0, "decode": 0.0, "store": 0.0}
+    reports = [
+        FragmentReport(
+            fragment_id=number,
+            replica=f"replica{replica}",
+            version=7,
+            samples=(),
+            noise_hashes=(),
+            transitions=(),
+            effective={},
+            started=ZERO + at,
+            ended=ZERO + at + took,
+            phases=phases,
+            peak_memory_bytes=1,
+        )
+        for number, (replica, at, took, _) in enumerate(rollouts)
+    ]
+    ends = [(at + took, after) for _, at, took, after in rollouts]
+    scorings = [Scoring(0, 0, 2, ZERO + at, ZERO + at + after) for at, after in ends]
+    accumulated = [
+        {
+            "rank": 0,
+            "started": ZERO + at,
+            "fetched": ZERO + at + f,
+            "tile_times": [(ZERO + at + f, ZERO + at + f + t, 3)],
+        }
+        for at, f, t in trained
+    ]
+    done = [{"commit_started": ZERO + at, "commit_ended": ZERO + at + took} for at, took in commits]
+    times = StepTimes(ZERO, ZERO + 20.0, [(ZERO + at, ZERO + at + took) for at, took in publishes])
+    plan = replace(make_plan(one_shot=one_shot, placement=placement), replicas=3)
+    trace = step_trace(plan, StepOutcome(accumulated=accumulated, commits=done), Activity(reports, scorings), times)
+    found = {(b.row, at): b.name for b in trace.bubbles for at in range(int(b.start_s), int(b.end_s))}
+    assert sum(b.end_s - b.start_s for b in trace.bubbles) == len(found)  # none overlap
+    colocated = placement == "colocated"
+    expected = {
+        (row, at): cause
+        for row in trace.devices
+        for at in range(20)
+        if (cause := cause_at(row, at + 0.5, trace.spans, one_shot, colocated)) is not None
+    }
+    assert found == expected
+    joined = [(a, b) for a in trace.bubbles for b in trace.bubbles if a.end_s == b.start_s and a[:2] == b[:2]]
+    assert not joined  # one bubble per cause and stretch
 
 
 def test_files_of_a_step(tmp_path):

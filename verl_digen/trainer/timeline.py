@@ -6,7 +6,9 @@ something. The simulator writes the same names, so pictures, Chrome traces and b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import bisect
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from verl_digen.config.plan import RunPlan
@@ -79,57 +81,95 @@ def step_trace(plan: RunPlan, outcome: StepOutcome, activity: Activity, times: S
 
 
 def _find_bubbles(trace: Trace, plan: RunPlan, end_s: float) -> None:
-    """Cut the step at every event and name, for each row with devices, why it had no work in each piece."""
+    """Name, for each row with devices, why it had no work in each piece of the step.
+
+    The causes are found once for each pool and not for each row, so the work is n log n in spans and bubbles.
+    """
     colocated = plan.digen.placement == "colocated"
+    causes = _causes(trace.spans, plan, end_s)
     busy: dict[str, list[tuple[float, float]]] = {row: [] for row in trace.devices}
     for span in trace.spans:
-        if span.row in busy and span.name in GENERATING + TRAINING:
+        if span.row in busy and span.name in GENERATING + TRAINING and span.start_s < span.end_s:
             busy[span.row].append((span.start_s, span.end_s))
-        elif colocated and span.row == "trainer" and span.name in TRAINING:
-            for row in busy:
-                busy[row].append((span.start_s, span.end_s))
-    spans = {name: _of(trace.spans, name) for name in ("publish", "generate", "score", "train", "commit", "fetch")}
-    edges = sorted({0.0, end_s, *(min(max(t, 0.0), end_s) for s in trace.spans for t in (s.start_s, s.end_s))})
-    for row in trace.devices:
-        open_cause, since = None, 0.0
-        for start, end in zip(edges, edges[1:], strict=False):
-            middle = (start + end) / 2
-            cause = None if _covers(busy[row], middle) else _cause(row, middle, spans, plan, colocated)
-            if cause != open_cause:
-                if open_cause is not None:
-                    trace.bubble(row, open_cause, since, start)
-                open_cause, since = cause, start
-        if open_cause is not None:
-            trace.bubble(row, open_cause, since, end_s)
+    for row, intervals in busy.items():
+        pieces = causes["trainer" if row == "trainer" or colocated else "generator"]
+        for start, end in _gaps(intervals, end_s):
+            for index in range(bisect.bisect_right(pieces, start, key=_starts) - 1, len(pieces)):
+                cause, since, until = pieces[index]
+                if since >= end:
+                    break
+                if cause is not None:
+                    trace.bubble(row, cause, max(since, start), min(until, end))
 
 
-def _cause(row: str, at: float, spans: dict[str, list[tuple[float, float]]], plan: RunPlan, colocated: bool) -> str:
-    def now(*names: str) -> bool:
-        return any(_covers(spans[name], at) for name in names)
+Piece = tuple[str | None, float, float]
 
-    pool = "trainer" if row == "trainer" else "generator"
-    if now("publish"):
-        return f"{pool}: wait for publish"
-    if colocated:
-        if now("generate"):
+
+def _starts(piece: Piece) -> float:
+    return piece[1]
+
+
+def _causes(spans: Sequence[Span], plan: RunPlan, end_s: float) -> dict[str, list[Piece]]:
+    """For each pool the (cause, start, end) of all pieces of the step: why a row of it that has no work has none.
+
+    In colocated placement there is one pool, and no cause while the Trainer's devices train.
+    """
+    names = {"publish", "generate", "score", "train", "commit", "fetch"}
+    scored_s = min((span.end_s for span in spans if span.name == "score"), default=math.inf)
+    changes = [(0.0, 0, ""), (end_s, 0, "")] + ([(scored_s, 0, "")] if 0 < scored_s < end_s else [])
+    for span in spans:
+        start, end = max(span.start_s, 0.0), min(span.end_s, end_s)
+        if span.name in names and start < end:
+            changes += [(start, 1, span.name), (end, -1, span.name)]
+    changes.sort()
+    going = dict.fromkeys(names, 0)
+    pieces: dict[str, list[Piece]] = {"trainer": [], "generator": []}
+    for (at, change, name), (until, *_) in zip(changes, changes[1:], strict=False):
+        if name:
+            going[name] += change
+        if at == until:
+            continue
+        now = {name for name, count in going.items() if count}
+        for pool, known in pieces.items():
+            cause = _cause(pool, now, plan, scored=at >= scored_s)
+            if known and known[-1][0] == cause:
+                known[-1] = (cause, known[-1][1], until)
+            else:
+                known.append((cause, at, until))
+    return pieces
+
+
+def _cause(pool: str, now: set[str], plan: RunPlan, scored: bool) -> str | None:
+    """Why a pool has no work while the spans ``now`` go on; ``scored``: something was scored before."""
+    training = now & set(TRAINING)
+    if plan.digen.placement == "colocated":
+        if training:
+            return None
+        if "publish" in now:
+            return "generator: wait for publish"
+        if "generate" in now:
             return "generator: wait for slower replicas"
-        return "trainer: wait for reward" if now("score") else "trainer: wait for control"
+        return "trainer: wait for reward" if "score" in now else "trainer: wait for control"
+    if "publish" in now:
+        return f"{pool}: wait for publish"
     if pool == "generator":
-        if now("train", "commit", "fetch") or now("score"):
-            return "generator: wait for training"
-        return "generator: wait for control"
-    if now("generate"):
-        scored = any(end <= at for _, end in spans["score"])
+        return "generator: wait for training" if training or "score" in now else "generator: wait for control"
+    if "generate" in now:
         return "trainer: barrier" if plan.one_shot and scored else "trainer: wait for generation"
-    return "trainer: wait for reward" if now("score") else "trainer: wait for control"
+    return "trainer: wait for reward" if "score" in now else "trainer: wait for control"
 
 
-def _of(spans: Iterable[Span], name: str) -> list[tuple[float, float]]:
-    return [(span.start_s, span.end_s) for span in spans if span.name == name]
-
-
-def _covers(intervals: Sequence[tuple[float, float]], at: float) -> bool:
-    return any(start <= at < end for start, end in intervals)
+def _gaps(intervals: list[tuple[float, float]], end_s: float) -> Iterator[tuple[float, float]]:
+    """What is left of the time from 0 to ``end_s`` without some intervals."""
+    at = 0.0
+    for start, end in sorted(intervals):
+        if start > at:
+            yield at, min(start, end_s)
+        at = max(at, end)
+        if at >= end_s:
+            return
+    if at < end_s:
+        yield at, end_s
 
 
 def bubble_metrics(trace: Trace) -> dict[str, float]:
