@@ -1,6 +1,6 @@
 """Figures of the scheduling library: distance to the bound over the paper's grid, ladders, speed.
 
-``python recipes/benchmarks/schedule_grid.py [grid] [ladder] [speed] [--quick] [--json FILE]`` prints markdown tables.
+``python recipes/benchmarks/schedule_grid.py [grid] [ladder] [tiles] [speed] [--quick] [--json FILE]`` prints tables.
 Everything except the section ``speed`` is simulated.
 """
 
@@ -18,10 +18,14 @@ import yaml
 
 from verl_digen.planner.candidates import Search
 from verl_digen.planner.catalog import Case, Testbed, read_case, read_testbed
+from verl_digen.planner.disturbance import Disturbance
 from verl_digen.planner.plan import plan, plan_colocated
 from verl_digen.planner.simulate import simulate
+from verl_digen.planner.trainerloop import Run
 from verl_digen.schedule.bts import search
+from verl_digen.schedule.merge import Take
 from verl_digen.schedule.pipeline import BubbleCosts, start_state
+from verl_digen.schedule.tsp import tile_rounds
 from verl_digen.schedule.work import Pools, Replica, Schedule, TrainerPool, Workload
 
 WORKLOADS = Path(__file__).resolve().parents[1] / "workloads"
@@ -157,6 +161,72 @@ def print_ladder(rows: list[dict]) -> None:
             print(f"\nThe paper's ratios from rung to rung (GAP, TSP, TAG, TCSS): {', '.join(steps)}")
 
 
+class _Counted(Run):
+    """A simulated run that notes how full the tiles were; ``most`` groups at once where given."""
+
+    most: int | None = None
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.lots = self.done = self.room = self.space = 0
+
+    def lot(self) -> Take:
+        take = super().lot() if self.most is None else Take(self.most)
+        if take.count:
+            samples, ranks, cells = take.count * self._unit, self.pools.trainer.ranks, self.schedule.max_cells
+            rounds, fullest = tile_rounds(samples, self.workload.trained_transitions, ranks, cells, self.schedule.tsp)
+            self.lots += 1
+            self.done += samples * self.workload.trained_transitions
+            self.room += ranks * fullest
+            self.space += rounds
+        return take
+
+
+class _OneByOne(_Counted):
+    most = 1
+
+
+def tiles() -> list[dict]:
+    """Groups trained one by one and as :func:`groups_to_train` says, for more and more ranks."""
+    rows, case, group = [], case_of("flux.1-12b"), testbeds()["large"].groups[0]
+    for trained, tsp, ranks in itertools.product((3, 9), (False, True), (16, 32, 64, 128, 256, 512)):
+        work = Workload(name="w", groups=64, samples_per_group=24, denoise_steps=10, trained_transitions=trained)
+        replicas = tuple(Replica(name=f"r{index}", speed=group.speed) for index in range(ranks))
+        pools = Pools(replicas=replicas, trainer=TrainerPool(ranks=ranks, speed=group.speed))
+        schedule = Schedule(fragment_size=24, max_cells=8, tsp=tsp)
+        for kind in (_OneByOne, _Counted):
+            run = kind(work, pools, case.profile(group, ranks), schedule, 4, Disturbance(), None)
+            run.play()
+            rows.append(
+                {
+                    "ranks": ranks,
+                    "trained_transitions": trained,
+                    "tsp": tsp,
+                    "merged": kind is _Counted,
+                    "useful_cells": run.done / run.room,
+                    "cells_per_tile": run.done / run.space / ranks,
+                    "groups_per_lot": 64 * 4 / run.lots,
+                    "step_s": run.step_ends[-1] / 4,
+                    "source": "simulated",
+                }
+            )
+    return rows
+
+
+def print_tiles(rows: list[dict]) -> None:
+    print("\nUseful cells, cells of a mean tile (of 8), groups at once, seconds per step; before → after (simulated)\n")
+    print(
+        "| K | TSP | ranks | useful cells | cells per tile | groups at once | step, s |\n|---|---|---|---|---|---|---|"
+    )
+    for before, after in zip(rows[::2], rows[1::2], strict=True):
+        print(
+            f"| {before['trained_transitions']} | {'on' if before['tsp'] else 'off'} | {before['ranks']} "
+            f"| {before['useful_cells']:.0%} → {after['useful_cells']:.0%} "
+            f"| {before['cells_per_tile']:.1f} → {after['cells_per_tile']:.1f} "
+            f"| 1 → {after['groups_per_lot']:.1f} | {before['step_s']:.1f} → {after['step_s']:.1f} |"
+        )
+
+
 def speed() -> dict:
     """CPU time of this machine: BTS decisions, simulated events, planning for 512 devices."""
     times, cases = [], 400
@@ -212,7 +282,7 @@ def speed() -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sections", nargs="*", default=["grid", "ladder", "speed"])
+    parser.add_argument("sections", nargs="*", default=["grid", "ladder", "tiles", "speed"])
     parser.add_argument("--quick", action="store_true", help="30 sampling steps only, shorter runs")
     parser.add_argument("--json", help="also write all rows to this file")
     args = parser.parse_args()
@@ -223,6 +293,9 @@ def main() -> None:
     if "ladder" in args.sections:
         out["ladder"] = ladder(args.quick)
         print_ladder(out["ladder"])
+    if "tiles" in args.sections:
+        out["tiles"] = tiles()
+        print_tiles(out["tiles"])
     if "speed" in args.sections:
         out["speed"] = speed()
         print("\n" + json.dumps(out["speed"], indent=1))
