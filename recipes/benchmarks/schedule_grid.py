@@ -19,7 +19,8 @@ import yaml
 from verl_digen.planner.candidates import Search
 from verl_digen.planner.catalog import Case, Testbed, read_case, read_testbed
 from verl_digen.planner.disturbance import Disturbance
-from verl_digen.planner.plan import plan, plan_colocated
+from verl_digen.planner.plan import plan
+from verl_digen.planner.shared import plan_colocated
 from verl_digen.planner.simulate import simulate
 from verl_digen.planner.trainerloop import Run
 from verl_digen.schedule.bts import search

@@ -30,12 +30,13 @@ def logged_names() -> list[str]:
         samples=samples,
         groups=[SimpleNamespace(samples=samples, staleness=0)],
         commits=[commit],
-        accumulated=[{"tiles": 1.0, "fetch": 1.0}],
+        accumulated=[{"tiles": 1.0, "fetch": 1.0, "tile_times": [(0.0, 1.0, 2)]}],
         waited=0.5,
         repeated=0,
         advantage_metrics=group_advantages(torch.tensor([0.0, 1.0]), ["a", "a"])[1],
     )
-    plan = SimpleNamespace(trainer_ranks=1, replicas=1, samples=2, digen=SimpleNamespace(placement="disaggregated"))
+    sizes = {"trainer_ranks": 1, "replicas": 1, "samples": 2, "n": 2, "transitions": 1}
+    plan = SimpleNamespace(**sizes, digen=SimpleNamespace(placement="disaggregated"))
     report = SimpleNamespace(
         transitions=(1,),
         started=0.0,

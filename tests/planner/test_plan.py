@@ -11,7 +11,8 @@ from verl_digen.cli.main import main
 from verl_digen.planner.bound import lower_bound
 from verl_digen.planner.candidates import Search
 from verl_digen.planner.catalog import read_case, read_testbed
-from verl_digen.planner.plan import plan, plan_colocated
+from verl_digen.planner.plan import plan
+from verl_digen.planner.shared import plan_colocated
 from verl_digen.planner.simulate import simulate
 from verl_digen.schedule.profile import Profile
 from verl_digen.schedule.work import Pools, Replica, Schedule, TrainerPool, Workload

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from verl_digen.planner.candidates import Search
 from verl_digen.planner.catalog import read_case, read_testbed
 from verl_digen.planner.disturbance import Disturbance, Failure
-from verl_digen.planner.plan import plan_colocated
+from verl_digen.planner.shared import plan_colocated
 from verl_digen.planner.simulate import MODES, schedule_for, simulate
 from verl_digen.planner.timeline import draw_timeline
 from verl_digen.planner.trainerloop import Run

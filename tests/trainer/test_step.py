@@ -103,7 +103,7 @@ class Workers:
 
     def accumulate(self, fragment):
         self.log.append(("accumulate", fragment))
-        return [{"fetch": 0.5, "tiles": 1.0}] * 2
+        return [{"fetch": 0.5, "tiles": 1.0, "tile_times": [(0.0, 1.0, cells)]} for cells in (4, 2)]
 
     def commit(self, scale):
         self.log.append(("commit", scale))
@@ -264,6 +264,7 @@ def test_step_metrics():
     assert metrics["reward/extra/acc"] == 0.5 and "reward/extra/text" not in metrics
     assert metrics["perf/samples_per_s"] == 2.0 and metrics["perf/samples_per_s_per_device"] == 1.0
     assert metrics["perf/utilisation_generator"] == 0.5
+    assert metrics["perf/groups_at_once"] == 1 and metrics["perf/useful_cells"] == 6 / 8
     assert metrics["perf/utilisation_trainer"] == pytest.approx((2 * 1.5 + 2 * 0.1) / (2 * 4))
     assert metrics["timing_s/denoise"] == 2.0 and metrics["timing_s/tiles"] == 1.0
     assert metrics["perf/reward_worker_s"] == 1.5 and metrics["perf/peak_memory_generator_gb"] == 1.0

@@ -9,7 +9,9 @@ import sys
 from verl_digen.cli.simulate import add_workload_arguments, load_case, load_testbed
 from verl_digen.planner.candidates import Search
 from verl_digen.planner.catalog import Case
+from verl_digen.planner.overrides import overrides_of
 from verl_digen.planner.plan import Choice, plan
+from verl_digen.planner.shared import plan_shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,20 +21,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--widths", default="1,2,4,8", help="devices of a replica to consider")
     parser.add_argument("--shortlist", type=int, default=20, help="candidates simulated per policy and ratio")
     parser.add_argument("--steps", type=int, default=12, help="simulated steps of the winners (default: 12)")
+    parser.add_argument("--devices-per-node", type=int, default=8, help="for the printed overrides (default: 8)")
 
 
 def row_of(case: Case, choice: Choice) -> dict:
     """The JSON row of a choice."""
     candidate, result = choice.candidate, choice.simulation
     schedule = candidate.schedule
-    features = ["gap", "tsp"]
+    features = ["tsp"] if schedule.tsp else []
+    if not schedule.barrier:
+        features.insert(0, "gap")
     if schedule.policy != "none":
         features.append("tag")
     if schedule.max_stale_ratio:
         features.append("tcss")
     return {
         "workload": case.workload.name,
-        "mode": "+".join(features),
+        "placement": candidate.placement,
+        "mode": "+".join(features) or "one-shot",
         "policy": schedule.policy,
         "makespan_s": result.makespan_s,
         "bound_s": result.bound.seconds,
@@ -54,11 +60,12 @@ def print_rows(rows: list[dict], title: str) -> None:
     from rich.table import Table
 
     table = Table(title=f"{title} (simulated)")
-    left = ("policy", "Generator", "Trainer")
+    left = ("placement", "policy", "Generator", "Trainer")
     for heading in (*left, "ratio", "width", "batch", "fragment", "cells", "step, s", "bound, s", "distance"):
         table.add_column(heading, justify="left" if heading in left else "right")
     for row in rows:
         table.add_row(
+            row["placement"],
             row["policy"],
             " + ".join(f"{count} {name}" for name, count in row["generator"].items() if count),
             " + ".join(f"{count} {name}" for name, count in row["trainer"].items()),
@@ -72,6 +79,25 @@ def print_rows(rows: list[dict], title: str) -> None:
             f"{row['distance']:.1%}",
         )
     Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def _advice(choices: list[Choice], devices_per_node: int) -> list[str]:
+    """Which placement wins, and the fastest choice that a live run can do as overrides for ``main_ppo``."""
+    split = next(choice for choice in choices if choice.candidate.placement == "disaggregated")
+    lines = [
+        f"{choice.candidate.placement} is faster than every split: {choice.simulation.makespan_s:.1f} s against "
+        f"{split.simulation.makespan_s:.1f} s"
+        for choice in choices[: choices.index(split)]
+    ]
+    why = []
+    for choice in choices:
+        try:
+            options = overrides_of(choice, devices_per_node=devices_per_node)
+        except ValueError as error:
+            why.append(str(error))
+            continue
+        return [*lines, f"fastest that a live run can do ({choice.simulation.makespan_s:.1f} s):", *options]
+    return [*lines, *dict.fromkeys(why)]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,7 +122,9 @@ def _run(args: argparse.Namespace) -> int:
     for name in args.workloads or ["hunyuanvideo-13b"]:
         case = load_case(name, args.denoise_steps, args.trained_fraction)
         found = plan(case, testbed, search)
-        rows = [row_of(case, choice) for choice in found.choices]
+        choices = [*found.choices, *plan_shared(case, testbed, found.choices, search)]
+        choices.sort(key=lambda choice: choice.simulation.makespan_s)
+        rows = [row_of(case, choice) for choice in choices]
         everything += rows
         if not args.json:
             print_rows(rows, f"{case.workload.name} on {testbed.name}, {testbed.devices} devices")
@@ -104,6 +132,7 @@ def _run(args: argparse.Namespace) -> int:
                 f"{found.considered} candidates, {found.rejected_for_memory} placements rejected for memory, "
                 f"{found.simulated} simulated, {found.seconds:.1f} s"
             )
+            print("\n".join(_advice(choices, args.devices_per_node)))
     if args.json:
         print(json.dumps(everything))
     return 0

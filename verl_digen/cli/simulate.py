@@ -15,7 +15,8 @@ import yaml
 from verl_digen.planner.candidates import Search, replicas_of
 from verl_digen.planner.catalog import Case, Testbed, read_case, read_testbed
 from verl_digen.planner.disturbance import Disturbance, Failure
-from verl_digen.planner.plan import plan, plan_colocated
+from verl_digen.planner.plan import plan
+from verl_digen.planner.shared import plan_colocated
 from verl_digen.planner.simulate import MODES, Simulation, schedule_for, simulate
 from verl_digen.planner.timeline import draw_timeline
 from verl_digen.schedule.bts import search

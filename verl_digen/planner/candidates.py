@@ -72,6 +72,7 @@ class Candidate:
         generator: devices of the Generator by group name.
         trainer_group: group of the Trainer's devices.
         estimate_s: closed-form time of a step, used for ranking only.
+        placement: ``disaggregated``, or one of ``shared``: ``colocated``, ``zero-copy``, ``lending``.
     """
 
     pools: Pools
@@ -81,6 +82,7 @@ class Candidate:
     trainer_group: str
     width: int
     estimate_s: float = 0.0
+    placement: str = "disaggregated"
 
     @property
     def key(self) -> tuple:

@@ -11,18 +11,15 @@ taken over when it is faster. So a plan with more policies or ratios to choose f
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from verl_digen.planner.bound import lower_bound
-from verl_digen.planner.candidates import Candidate, Search, Space, estimate, replicas_of
+from verl_digen.planner.candidates import Candidate, Search, Space, estimate
 from verl_digen.planner.catalog import Case, Testbed
 from verl_digen.planner.simulate import Simulation, simulate
-from verl_digen.schedule.tsp import cells_that_fit
-from verl_digen.schedule.work import Pools, Schedule, TrainerPool
 
 TRIAL_SAMPLES = 2048
 """Samples after which the trial of a candidate ends early (it has at least three steps)."""
@@ -141,14 +138,14 @@ class _Judge:
         """Seconds of a step in a short simulation, without its start-up."""
         key = candidate.key
         if key not in self.trials:
-            self.trials[key] = _steady(_play(self.case, candidate, self.steps))
+            self.trials[key] = _steady(play(self.case, candidate, self.steps))
             self.simulated += 1
         return self.trials[key]
 
     def final(self, candidate: Candidate) -> Choice:
         key = candidate.key
         if key not in self.finals:
-            self.finals[key] = _play(self.case, candidate, self.search.final_steps)
+            self.finals[key] = play(self.case, candidate, self.search.final_steps)
             self.simulated += 1
         return Choice(candidate, self.finals[key])
 
@@ -217,50 +214,11 @@ def _take_over(judge: _Judge, row: Choice, rows: Sequence[Choice]) -> Choice:
     return best
 
 
-def plan_colocated(case: Case, testbed: Testbed, search: Search | None = None) -> Choice:
-    """The best colocated placement of all devices: the reference that disaggregation is compared with.
-
-    The group with the slowest network and the slowest device set the pace of training.
-
-    Raises:
-        ValueError: no replica width fits into memory.
-    """
-    search = search or Search()
-    memory, ranks = case.memory, testbed.devices
-    slowest = min(testbed.groups, key=lambda group: group.bandwidth_gib_s / group.speed)
-    smallest = min(group.memory_gib for group in testbed.groups) * memory.usable
-    cells = min(cells_that_fit(smallest - memory.trainer_need(ranks, 0), memory.cell_gib), case.workload.samples)
-    trainer = TrainerPool(ranks=ranks, speed=min(group.speed for group in testbed.groups))
-    profile = case.profile(slowest, ranks)
-    found = []
-    for width, batch in itertools.product(search.widths, search.rollout_batches):
-        whole = all(group.count % width == 0 for group in testbed.groups)
-        if cells < 1 or not whole or memory.rollout_need(width, batch) > smallest:
-            continue
-        replicas = replicas_of(testbed, [(group, group.count) for group in testbed.groups], width)
-        pools = Pools(replicas=replicas, trainer=trainer, reward_slots=case.reward_slots, colocated=True)
-        schedule = Schedule(
-            max_cells=cells,
-            rollout_batch=batch,
-            barrier=True,
-            recompute_old_log_probs=search.recompute_old_log_probs,
-        )
-        used = tuple((group.name, group.count) for group in testbed.groups)
-        candidate = Candidate(pools, profile, schedule, used, slowest.name, width)
-        found.append(Choice(candidate, _play(case, candidate, search.trial_steps)))
-    if not found:
-        raise ValueError(
-            f"planner: {case.workload.name} does not fit colocated on {testbed.name}: {cells} cells per tile, "
-            f"replica widths {search.widths}, {smallest:.1f} GiB usable per device"
-        )
-    return min(found, key=lambda choice: choice.simulation.makespan_s)
-
-
 def _steady(result: Simulation) -> float:
     """Mean step without the first quarter: a short trial would otherwise be judged by its start-up."""
     later = result.step_s[len(result.step_s) // 4 :]
     return sum(later) / len(later)
 
 
-def _play(case: Case, candidate: Candidate, steps: int) -> Simulation:
+def play(case: Case, candidate: Candidate, steps: int) -> Simulation:
     return simulate(case.workload, candidate.pools, candidate.profile, candidate.schedule, steps=steps)

@@ -105,6 +105,7 @@ def _performance(outcome, plan: RunPlan, activity: Activity, timing_raw) -> dict
         "timing_s/tiles": tiles / plan.trainer_ranks,
         "timing_s/driver_waits_for_trainer": outcome.waited,
         "actor/repeated_batches": float(outcome.repeated),
+        **_lots(outcome, plan),
     }
     for phase in ("encode", "denoise", "decode", "store"):
         out[f"timing_s/{phase}"] = sum(r.phases[phase] for r in training) / plan.replicas
@@ -112,3 +113,12 @@ def _performance(outcome, plan: RunPlan, activity: Activity, timing_raw) -> dict
         out["perf/peak_memory_generator_gb"] = max(r.peak_memory_bytes for r in training) / 2**30
     out["perf/peak_memory_trainer_gb"] = max(commit["peak_memory_gb"] for commit in outcome.commits)
     return out
+
+
+def _lots(outcome: StepOutcome, plan: RunPlan) -> dict[str, float]:
+    """How many groups were trained at once, and the share of cells where every rank waits for the fullest one."""
+    ranks = plan.trainer_ranks
+    lots = [outcome.accumulated[at : at + ranks] for at in range(0, len(outcome.accumulated), ranks)]
+    cells = [[sum(tile[2] for tile in done["tile_times"]) for done in lot] for lot in lots]
+    done, room = sum(map(sum, cells)), ranks * sum(map(max, cells))
+    return {"perf/groups_at_once": done / (plan.n * plan.transitions) / len(lots), "perf/useful_cells": done / room}
