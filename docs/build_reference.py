@@ -84,7 +84,8 @@ DIGEN = {
     "samples of the logical batch (`global`), or by nothing (`none`). `global` together with a KL makes GAP fall back "
     "to one-shot, and the plan says so.",
     "algorithm.adv_max": "Advantages are clamped to ± this.",
-    "algorithm.kl_form": "KL to the reference, if `actor.use_kl_loss` is set: of the `transition`, or the squared "
+    "algorithm.kl_form": "KL to the reference, if `actor.use_kl_loss` is set: of the `transition`, "
+    "`transition_without_delta` as FlowGRPO's code has it (published β belong to it), or the squared "
     "difference of the `velocity`.",
     "rewards": "Reward name → entry, see below and [rewards](rewards.md).",
     "ema.enable": "Keep an exponential moving average of the trained weights; it is in the checkpoints.",
@@ -190,7 +191,7 @@ READ_MEANING = {
     "actor_rollout_ref.actor.ppo_mini_batch_size": "Prompts of a logical batch (one optimizer step); divides "
     "`data.train_batch_size`.",
     "actor_rollout_ref.actor.use_kl_loss": "Put the KL to the initial policy into the loss. LoRA: the adapter switched "
-    "off is the reference; full: a frozen second module is loaded.",
+    "off is the reference, or a frozen copy of `lora_adapter_path`; full: a frozen second module is loaded.",
     "actor_rollout_ref.model.*": "The model, see above.",
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": "Bucket of the weight channel.",
     "actor_rollout_ref.rollout.n": "Samples of a prompt group; at least 2.",

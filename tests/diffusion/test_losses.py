@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_digen.diffusion import losses
-from verl_digen.diffusion.kernels import transition
+from verl_digen.diffusion.kernels import noise_scale, transition
 from verl_digen.diffusion.losses import (
+    KL_FORMS,
     FlowGRPOConfig,
     compute_loss,
     get_loss,
@@ -97,10 +98,11 @@ def cells_of(weight, fixed, rows=slice(None)):
         dtype=torch.float64,
     )
     named = {k: fixed[k][rows] for k in ("advantage", "log_prob_old", "mean_ref", "v_ref")}
-    return {"log_prob": t.log_prob, "mean": t.mean, "std": t.std, "v": v} | named
+    s = noise_scale("sde", t.std, sigma[rows], sigma_next[rows])
+    return {"log_prob": t.log_prob, "mean": t.mean, "std": t.std, "s": s, "v": v} | named
 
 
-@pytest.mark.parametrize("kl_form", ["transition", "velocity"])
+@pytest.mark.parametrize("kl_form", KL_FORMS)
 @pytest.mark.parametrize("kl_beta", [0.0, 0.3])
 def test_gradient_through_kernel_and_kl_matches_finite_differences(kl_beta, kl_form):
     # wide clip range: finite differences do not like the corner
@@ -169,12 +171,16 @@ def test_only_the_policy_gets_a_gradient():
 def test_kl_term_value():
     weight, fixed = tile(2, 3)
     cells = cells_of(weight, fixed)
-    expected = {"transition": 0.0, "velocity": 0.0}
+    sigma, sigma_next, _ = fixed["args"]
+    expected = dict.fromkeys(KL_FORMS, 0.0)
     for c in range(3):
         square = sum(
             (m - r) ** 2 for m, r in zip(cells["mean"][c].tolist(), cells["mean_ref"][c].tolist(), strict=True)
         )
-        expected["transition"] += square / 6 / (2 * cells["std"][c].item() ** 2)
+        transition_kl = square / 6 / (2 * cells["std"][c].item() ** 2)
+        expected["transition"] += transition_kl
+        # FlowGRPO's code divides by 2 s^2, without the delta that is in std^2 = s^2 delta
+        expected["transition_without_delta"] += transition_kl * (sigma[c] - sigma_next[c]).item()
         square = sum((m - r) ** 2 for m, r in zip(cells["v"][c].tolist(), cells["v_ref"][c].tolist(), strict=True))
         expected["velocity"] += square / 6
     without, _ = compute_loss("flow_grpo", cells, FlowGRPOConfig(), planned_cells=10)
@@ -279,7 +285,7 @@ def test_sizes_that_disagree_are_refused():
         ({"clip_high": math.nan}, "clip_high"),
         ({"adv_max": 0.0}, "adv_max"),
         ({"kl_beta": -1.0}, "kl_beta"),
-        ({"kl_form": "both"}, "available: transition, velocity"),
+        ({"kl_form": "both"}, "available: transition, transition_without_delta, velocity"),
     ],
 )
 def test_config_refuses(options, message):

@@ -19,6 +19,7 @@ from tests.engine.harness import (
     rule,
     same_bits,
     snapshot,
+    to_rows,
 )
 from verl_digen.config.digen import EMAConfig
 from verl_digen.engine.checkpoint import load_engine, save_engine
@@ -219,3 +220,54 @@ def test_a_sample_is_the_same_with_whomever_it_is_denoised():
     assert alone.noise_hashes == together.noise_hashes[3:]
     torch.testing.assert_close(alone.result.latents[0], together.result.latents[3], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(alone.result.log_probs[0], together.result.log_probs[3], rtol=1e-12, atol=1e-12)
+
+
+# ---- the reference of a run that starts from an adapter --------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_the_reference_of_a_run_that_starts_from_an_adapter_is_that_adapter(tmp_path, dtype):
+    """KL 0 at the first step, more than 0 later; the frozen adapter is neither trained nor published."""
+    lora = {"lora_rank": 2, "lora_alpha": 4}
+    first = build_engine(Options(dtype=dtype, model=lora))
+    for step in range(2):
+        one_step(first, rule(), initial_rows(dtype), on_policy=step == 0)
+    save_engine(first, str(tmp_path))
+    options = Options(dtype=dtype, model={**lora, "lora_adapter_path": str(tmp_path)}, reference=True)
+    engine, sampler = build_engine(options), build_sampler(options)
+    sampler.load_weights(engine.get_per_tensor_param()[0], 0)
+    assert not any("reference" in name for name, _ in engine.named_trainable())
+    assert set(engine.computed) == set(sampler.computed()) - {"pos_embed.pos_embed"}
+    rows = to_rows(sampler.run(fragment()), fragment().samples)
+    with_kl = rule(loss={"kl_beta": 0.1})
+    assert one_step(engine, with_kl, rows)["kl"] == 0
+    assert one_step(engine, with_kl, rows, on_policy=False)["kl"] > 0
+    fresh = build_engine(Options(dtype=dtype, model=lora, reference=True))
+    assert one_step(fresh, with_kl, rows, on_policy=False)["kl"] == 0  # B = 0: the adapter switched off is the same
+
+
+# ---- resume with other options ---------------------------------------------------------------------------------
+
+
+def test_other_options_of_the_optimizer_are_taken_over_on_resume_and_named(tmp_path, rows, caplog):
+    def said() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.name.startswith("verl_digen")]
+
+    options = {"lr_scheduler_type": "cosine"}
+    engine = build_engine(Options(optim=options))
+    train(engine, rows, 2)
+    save_engine(engine, str(tmp_path))
+    same = build_engine(Options(optim=options))
+    load_engine(same, str(tmp_path))
+    assert said() == []
+    other = build_engine(Options(optim={**options, "lr": 2e-3, "weight_decay": 0.5, "betas": (0.5, 0.6)}))
+    load_engine(other, str(tmp_path))
+    (line,) = said()
+    for words in ("lr 0.001 -> 0.002", "weight_decay 0.01 -> 0.5", "betas (0.9, 0.999) -> (0.5, 0.6)"):
+        assert words in line
+    group, before = other.optimizer.param_groups[0], same.optimizer.param_groups[0]
+    assert group["lr"] == pytest.approx(2 * before["lr"]) and group["weight_decay"] == 0.5
+    assert group["betas"] == (0.5, 0.6)
+    train(other, rows, 1)
+    train(same, rows, 1)
+    assert other.optimizer.param_groups[0]["lr"] == pytest.approx(2 * same.optimizer.param_groups[0]["lr"])

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+import torch
 
 from verl_digen.config.digen import AlgorithmConfig, DigenConfig, GapConfig, TspConfig
 from verl_digen.config.plan import RunPlan
+from verl_digen.diffusion.advantages import group_advantages
 from verl_digen.rollout.requests import (
     Activity,
     FragmentReport,
@@ -19,7 +21,7 @@ from verl_digen.rollout.requests import (
     Scoring,
 )
 from verl_digen.sync.calls import results
-from verl_digen.trainer.metrics import step_metrics
+from verl_digen.trainer.metrics import _rewards, step_metrics
 from verl_digen.trainer.step import StepOutcome, TrainingStep
 
 N = 2
@@ -286,3 +288,12 @@ def test_outcome_lists_samples_group_by_group():
     outcome = StepOutcome(groups=[result(GROUPS[1]), result(GROUPS[0])])
     assert [(s.uid, s.j) for s in outcome.samples] == [("g1", 0), ("g1", 1), ("g0", 0), ("g0", 1)]
     assert isinstance(SimpleNamespace(samples=outcome.samples).samples[0], SampleResult)
+
+
+def test_a_constant_reward_has_no_spread_in_either_metric():
+    """Three times 0.1: the rounded mean is not 0.1, so the std is not 0."""
+    rewards = [0.1, 0.1, 0.1, 0.1, 0.1, 0.2]
+    samples = [SimpleNamespace(reward=reward, extra={}) for reward in rewards]
+    outcome = SimpleNamespace(samples=samples, groups=[SimpleNamespace(samples=samples[i : i + 3]) for i in (0, 3)])
+    _, statistics = group_advantages(torch.tensor(rewards, dtype=torch.float64), list("aaabbb"))
+    assert _rewards(outcome)["reward/zero_std_ratio"] == statistics["zero_std_ratio"] == 0.5

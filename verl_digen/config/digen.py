@@ -125,7 +125,7 @@ class AlgorithmConfig:
 
     def __post_init__(self):
         _choice("algorithm.norm", self.norm, ("group", "global", "none"))
-        _choice("algorithm.kl_form", self.kl_form, ("transition", "velocity"))
+        _choice("algorithm.kl_form", self.kl_form, ("transition", "transition_without_delta", "velocity"))
         _positive("algorithm.adv_max", self.adv_max)
 
 

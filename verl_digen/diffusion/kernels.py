@@ -162,6 +162,14 @@ def kl_to_reference(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Tensor:
     return row_mean((mean - mean_ref) ** 2) / (2 * std**2)
 
 
+def noise_scale(kind: str, std: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
+    """The kernel's s out of the std of its transitions: std / sqrt(delta) for ``sde`` and ``dance``, std for ``cps``.
+
+    All [B].
+    """
+    return std if kind == "cps" else std / (sigma - sigma_next).to(std.dtype).sqrt()
+
+
 def velocity_to_reference(v: Tensor, v_ref: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
     """``kl_to_reference`` without the kernel's weights: mean((v - v_ref)^2). v, v_ref: [B, ...] -> [B]."""
     _check_same("v", v, "v_ref", v_ref)

@@ -22,8 +22,12 @@ Cells = Mapping[str, Tensor | None]
 Metrics = dict[str, Tensor]
 CellLoss = Callable[[Cells, Any], tuple[Tensor, Metrics]]
 
-KL_FORMS = ("transition", "velocity")
-_KL_KEYS = {"transition": ("mean", "mean_ref", "std"), "velocity": ("v", "v_ref")}
+KL_FORMS = ("transition", "transition_without_delta", "velocity")
+_KL_KEYS = {
+    "transition": ("mean", "mean_ref", "std"),
+    "transition_without_delta": ("mean", "mean_ref", "s"),
+    "velocity": ("v", "v_ref"),
+}
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,9 @@ def compute_loss(name: str, cells: Cells, cfg: Any, *, planned_cells: int) -> tu
     Args:
         name: a registered loss.
         cells: key -> [C] or [C, ...]; None counts as absent. The loss says what it requires; with ``cfg.kl_beta`` > 0
-            also ``mean``, ``mean_ref`` [C, ...] and ``std`` [C] (form ``transition``) or ``v``, ``v_ref``
-            (``velocity``). ``importance`` [C], where it is there, multiplies the policy loss of each cell.
+            also ``mean``, ``mean_ref`` [C, ...] and ``std`` [C] (form ``transition``) or ``s`` [C]
+            (``transition_without_delta``), or ``v`` and ``v_ref`` (``velocity``).
+            ``importance`` [C], where it is there, multiplies the policy loss of each cell.
         cfg: attributes of ``FlowGRPOConfig`` (or what the loss reads), and ``kl_beta``, ``kl_form``.
         planned_cells: cells of the whole logical batch, not of this call.
 
@@ -116,7 +121,7 @@ def compute_loss(name: str, cells: Cells, cfg: Any, *, planned_cells: int) -> tu
 def _kl(cells: Cells, form: str) -> Tensor:
     if form == "velocity":
         return velocity_to_reference(cells["v"], cells["v_ref"].detach(), dtype=_float_dtype(cells["v"]))
-    return kl_to_reference(cells["mean"], cells["mean_ref"].detach(), cells["std"])
+    return kl_to_reference(cells["mean"], cells["mean_ref"].detach(), cells[_KL_KEYS[form][-1]])
 
 
 def _float_dtype(x: Tensor) -> torch.dtype:
@@ -132,7 +137,9 @@ class FlowGRPOConfig:
             elements, so these are small (1e-5...1e-3), and they do not carry over between transition kinds.
         adv_max: advantages are clamped to +-adv_max.
         kl_beta: weight of the KL to the reference; 0 leaves it out.
-        kl_form: ``transition``: mean((mean - mean_ref)^2) / (2 std^2); ``velocity``: mean((v - v_ref)^2).
+        kl_form: ``transition``: mean((mean - mean_ref)^2) / (2 std^2), the KL of the transitions;
+            ``transition_without_delta``: the same over 2 s^2, as FlowGRPO's code has it, 1/delta times weaker with
+            ``sde`` and ``dance``; ``velocity``: mean((v - v_ref)^2).
     """
 
     clip_low: float = 1e-4

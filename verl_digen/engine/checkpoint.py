@@ -17,6 +17,7 @@ Resuming needs ``model``, ``optimizer`` and ``extra``.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import torch
@@ -28,6 +29,8 @@ from verl_digen.config.plan import RESUME_NEEDS
 from verl_digen.engine.export import write_transformer
 from verl_digen.models.adapter import CHECKPOINT_FOLDER, save_adapter
 from verl_digen.models.lora import ADAPTER
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
 WEIGHTS = "weights"
@@ -169,12 +172,31 @@ def load_engine(engine, path: str) -> None:
         _model_tensors(engine) | optimizer,
         storage_reader=dcp.HuggingFaceStorageReader(str(folder / WEIGHTS)),
     )
-    for group, saved in zip(engine.optimizer.param_groups, state["param_groups"], strict=True):
-        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
-    engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+    _resume_options(engine, state, folder)
     if engine.ema is not None:
         engine.ema.commits = state["ema_commits"]
     dist.barrier()
+
+
+def _resume_options(engine, state: dict, folder: Path) -> None:
+    """Restore where the LR schedule stands. Options of the optimizer are this run's; those that differ are named."""
+    scheduler, changed = engine.lr_scheduler, []
+    rates = list(scheduler.base_lrs)
+    scheduler.load_state_dict(state["lr_scheduler"])
+    for index, (group, saved) in enumerate(zip(engine.optimizer.param_groups, state["param_groups"], strict=True)):
+        old_rate, group["lr"] = scheduler.base_lrs[index], saved["lr"]
+        if rates[index] != old_rate:
+            changed.append(f"lr {old_rate} -> {rates[index]}")
+            group["lr"] = rates[index] * scheduler.lr_lambdas[index](scheduler.last_epoch)
+        group["initial_lr"] = rates[index]
+        for name, value in saved.items():
+            old = tuple(value) if isinstance(value, list) else value
+            if name not in ("lr", "initial_lr") and group.get(name) != old:
+                changed.append(f"{name} {old} -> {group.get(name)}")
+    scheduler.base_lrs = rates
+    scheduler._last_lr = [group["lr"] for group in engine.optimizer.param_groups]  # what get_last_lr returns
+    if changed and dist.get_rank() == 0:
+        logger.warning("resuming %s with other options of actor.optim: %s", folder, "; ".join(changed))
 
 
 def _materialise_optimizer_state(engine, scalars: dict[str, float]) -> None:

@@ -27,7 +27,7 @@ from verl_digen.engine.ema import ParameterEMA
 from verl_digen.engine.gathers import GatherLog
 from verl_digen.models.adapter import load_adapter
 from verl_digen.models.family import family_for
-from verl_digen.models.lora import adapter_disabled, add_lora
+from verl_digen.models.lora import REFERENCE, add_lora, add_reference_adapter, reference_adapter
 from verl_digen.models.precision import computed_in, fp32_modules, settle
 
 
@@ -67,8 +67,8 @@ class DiffusersFSDPEngine(FSDPEngine):
         """Options that veRL's worker config has no place for; call before :meth:`initialize`.
 
         Args:
-            with_reference: a KL to the initial policy is in the loss (LoRA: the adapter switched off; full: a frozen
-                second module).
+            with_reference: a KL to the initial policy is in the loss (LoRA: the adapter switched off, or a frozen
+                second one where the run starts from an adapter; full: a frozen second module).
             seed: draws the LoRA initialisation, the same on every rank and replica.
         """
         self.digen = digen
@@ -133,6 +133,8 @@ class DiffusersFSDPEngine(FSDPEngine):
                     rank=self.model_config.lora_rank,
                     alpha=self.model_config.lora_alpha,
                 )
+                if self.with_reference:
+                    add_reference_adapter(module)
         else:
             module.requires_grad_(True)
         if self.model_config.enable_gradient_checkpointing:
@@ -174,7 +176,7 @@ class DiffusersFSDPEngine(FSDPEngine):
             if sharded:
                 module.unshard()
             for name, parameter in module.named_parameters(prefix=prefix):
-                if not isinstance(parameter, DTensor):
+                if not isinstance(parameter, DTensor) and f".{REFERENCE}." not in name:
                     found[name] = parameter.dtype
             if sharded:
                 module.reshard()
@@ -208,7 +210,7 @@ class DiffusersFSDPEngine(FSDPEngine):
     def reference_policy(self):
         """The module to call for the reference prediction inside the context."""
         if self._is_lora:
-            with adapter_disabled(self.module):
+            with reference_adapter(self.module):
                 yield self.module
         else:
             yield self.reference

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from verl_digen.diffusion.kernels import transition
+from verl_digen.diffusion.kernels import noise_scale, transition
 from verl_digen.diffusion.losses import (
     FlowGRPOConfig,
     compute_loss,
@@ -300,6 +300,7 @@ class Transaction:
             stale = torch.tensor(tile.stale).to(scored.log_prob.device, non_blocking=True)
             cells |= stale_cells(rule.correction, scored.log_prob, tile.log_prob_rollout, stale, rule.weight_cap)
         if config.kl_beta > 0:
+            cells["s"] = noise_scale(rule.kind, scored.std, tile.sigma, tile.sigma_next)
             with torch.no_grad(), engine.reference_policy() as module:
                 cells["v_ref"] = predict(module)
                 cells["mean_ref"] = score(cells["v_ref"]).mean

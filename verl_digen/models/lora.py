@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig
 
 ADAPTER = "default"
+REFERENCE = "reference"  # the frozen adapter of a run that starts from one
 
 
 def add_lora(
@@ -22,7 +23,8 @@ def add_lora(
 ) -> int:
     """Inject a trainable LoRA adapter into ``transformer`` and freeze everything else.
 
-    The adapter starts as the identity (B = 0); A is drawn from ``seed``, so every rank and replica holds the same.
+    The adapter starts as the identity (B = 0); A is drawn from N(0, 1/rank), as FlowGRPO does, with ``seed``, so every
+    rank and replica holds the same.
 
     Args:
         target_modules: module names, or one of peft's patterns as text.
@@ -35,7 +37,7 @@ def add_lora(
         ValueError: no module of the transformer matches ``target_modules``.
     """
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, init_lora_weights=True)
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, init_lora_weights="gaussian")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -55,13 +57,34 @@ def add_lora(
     return bound
 
 
+@torch.no_grad()
+def add_reference_adapter(transformer: torch.nn.Module) -> None:
+    """Keep the adapter as it is as a second, frozen one: the initial policy of a run that starts from an adapter."""
+    transformer.add_adapter(transformer.peft_config[ADAPTER], adapter_name=REFERENCE)
+    parameters = dict(transformer.named_parameters())
+    for name, parameter in parameters.items():
+        if f".{REFERENCE}." in name:
+            parameter.data = parameters[name.replace(f".{REFERENCE}.", f".{ADAPTER}.")].data.clone()
+    _train_adapter(transformer)
+
+
 @contextmanager
-def adapter_disabled(transformer: torch.nn.Module):
-    """Run the transformer without its LoRA adapter: the reference policy of a LoRA run."""
-    transformer.disable_adapters()
+def reference_adapter(transformer: torch.nn.Module):
+    """Run the transformer as the reference of a LoRA run: with its frozen adapter, if it has one, or with none."""
+    has_own = REFERENCE in transformer.peft_config
+    if has_own:
+        transformer.set_adapter(REFERENCE)
+    else:
+        transformer.disable_adapters()
     try:
         yield
     finally:
-        transformer.enable_adapters()
-        for name, parameter in transformer.named_parameters():
-            parameter.requires_grad_("lora_" in name)
+        if not has_own:
+            transformer.enable_adapters()
+        _train_adapter(transformer)
+
+
+def _train_adapter(transformer: torch.nn.Module) -> None:
+    transformer.set_adapter(ADAPTER)
+    for name, parameter in transformer.named_parameters():
+        parameter.requires_grad_("lora_" in name and f".{REFERENCE}." not in name)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from verl_digen.config.plan import RunPlan
-from verl_digen.rollout.requests import Activity
+from verl_digen.rollout.requests import Activity, SampleResult
 from verl_digen.trainer.step import StepOutcome
 
 
@@ -56,7 +56,7 @@ def _rewards(outcome: StepOutcome) -> dict[str, float]:
         "reward/min": rewards.min(),
         "reward/max": rewards.max(),
         "reward/group_std_mean": float(np.mean(by_group)),
-        "reward/zero_std_ratio": float(np.mean([std == 0 for std in by_group])),
+        "reward/zero_std_ratio": float(np.mean([_all_equal(group.samples) for group in outcome.groups])),
     }
     extras: dict[str, list[float]] = defaultdict(list)
     for sample in outcome.samples:
@@ -65,6 +65,11 @@ def _rewards(outcome: StepOutcome) -> dict[str, float]:
     return {k: float(v) for k, v in out.items()} | {
         f"reward/extra/{name}": float(np.mean(values)) for name, values in extras.items()
     }
+
+
+def _all_equal(samples: Sequence[SampleResult]) -> bool:
+    """Not by their std: the rounded mean of equal numbers may differ from them."""
+    return len({sample.reward for sample in samples}) == 1
 
 
 def numbers(extra: dict[str, Any]) -> dict[str, float]:
