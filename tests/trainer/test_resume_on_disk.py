@@ -96,6 +96,15 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint(tmp_path, monkeypatch, moment,
     assert not list(tmp_path.glob(".partial*"))
 
 
+def test_higher_numbers_of_an_older_run_are_not_counted_as_newest(tmp_path):
+    for step in (80, 90):
+        Saver(tmp_path, step).save()
+    for step in (1, 2, 3):
+        Saver(tmp_path, step, max_actor_ckpt_to_keep=2).save()
+    assert sorted(p.name for p in tmp_path.glob("global_step_*")) == [f"global_step_{n}" for n in (2, 3, 80, 90)]
+    assert Saver(tmp_path).find() == (tmp_path / "global_step_3", 3)
+
+
 def test_pruning_leaves_other_folders_and_the_newest_alone(tmp_path):
     for name in ("global_step_3_copy", "global_step_best", "grids", "global_step_90"):
         (tmp_path / name).mkdir()

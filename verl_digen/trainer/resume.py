@@ -98,10 +98,14 @@ def _prune(root: Path, keep: int | None, newest: Path) -> None:
     if not keep or keep < 1:
         return
     ours = [p for p in root.glob("global_step_*") if p.name.removeprefix("global_step_").isdigit()]
-    steps = sorted(ours, key=lambda p: int(p.name.removeprefix("global_step_")))
+    # higher numbers are of a run before this one: not newer, and not this run's to delete
+    steps = sorted((p for p in ours if _number(p) <= _number(newest)), key=_number)
     for folder in steps[:-keep]:
-        if folder != newest:
-            shutil.rmtree(folder)
+        shutil.rmtree(folder)
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix("global_step_"))
 
 
 def find_checkpoint(config: DictConfig, state: dict[str, Any]) -> tuple[Path, int] | None:

@@ -42,16 +42,18 @@ from verl_digen.schedule.tcss import StaleLedger
 from verl_digen.sync.calls import results
 from verl_digen.sync.publisher import PublishError
 from verl_digen.trainer import metrics as digen_metrics
-from verl_digen.trainer.about import write_about
+from verl_digen.trainer.about import file_logger_path, write_about
 from verl_digen.trainer.check import print_plan
 from verl_digen.trainer.outputs import Outputs
 from verl_digen.trainer.pools import REWARD_POOL, ROLLOUT_POOL, TRAINER_POOL, DigenResourcePoolManager
 from verl_digen.trainer.resume import ENGINE_FOLDER, find_checkpoint, run_state, save_run
 from verl_digen.trainer.rewards import DiffusionRewardLoopManager, build_rewards
+from verl_digen.trainer.runfolder import lock_folder, put_log_back, set_log_aside
 from verl_digen.trainer.startup import init_models, start_workers
 from verl_digen.trainer.step import StepOutcome, TrainingStep
 from verl_digen.trainer.timeline import StepTimes, bubble_metrics, learn, step_trace
 from verl_digen.trainer.tracefiles import write_step_trace
+from verl_digen.trainer.transferqueue import QueueWatch, own_controller
 from verl_digen.trainer.validate import Validator, dump_samples, load_metrics
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,8 @@ class DigenTrainer(PPOTrainer):
     """
 
     def __init__(self, config: DictConfig):
+        if ray.is_initialized():  # first: main_ppo would end the queue of another run after any error further down
+            self.queue = own_controller()
         check_unread(config)
         expand_home(config)
         self.plan: RunPlan = resolve_plan(config)
@@ -86,6 +90,8 @@ class DigenTrainer(PPOTrainer):
     @logger.setter
     def logger(self, tracking: Tracking) -> None:
         self._logger = self.outputs.guard(tracking)
+        with self.outputs.attempt("keeping the metrics of the steps before"):
+            put_log_back(file_logger_path(self.config), tracking.logger.get("file"))
 
     def _build_replay_buffer(self) -> None:
         """Groups are assembled by the rollout manager, which knows their samples; there is no replay buffer."""
@@ -111,7 +117,10 @@ class DigenTrainer(PPOTrainer):
     def _setup(self) -> None:
         self._init_tokenizer()
         self._init_dump_executor()
-        resumed = self.check()
+        self.check()
+        lock_folder(self.config.trainer.default_local_dir)
+        resumed = self.find_checkpoint()  # again: a run that had the folder may have ended meanwhile
+        set_log_aside(file_logger_path(self.config), None if resumed is None else self.global_steps)
         rows = self.plan_rows()
         print_plan(rows)
         write_about(self, rows)
@@ -259,6 +268,10 @@ class DigenTrainer(PPOTrainer):
         results(loading, f"loading the model in {replica.name}", self.plan.deadlines.load)
 
     # ---- the loop's hooks ----------------------------------------------------------------------------------
+
+    def fit(self, agent_loop_manager) -> None:
+        with QueueWatch.of(self.queue, self.plan.deadlines.transfer.seconds):
+            super().fit(agent_loop_manager)
 
     def on_init_end(self) -> None:
         self._sync_metrics = self._publish()
