@@ -179,7 +179,7 @@ def bubble_metrics(trace: Trace) -> dict[str, float]:
 
 
 def learn(measured: Measured, plan: RunPlan, outcome: StepOutcome, activity: Activity, times: StepTimes) -> None:
-    """Take the durations of a step into the profile."""
+    """Take the durations of a step into the profile; of the Trainer those of rank 0, which the others keep step with."""
     for report in activity.reports:
         count = len(report.samples)
         measured.denoise.observe(count, report.phases["denoise"] / plan.digen.sampling.num_steps)
@@ -188,6 +188,8 @@ def learn(measured: Measured, plan: RunPlan, outcome: StepOutcome, activity: Act
     for scoring in activity.scorings:
         measured.observe("score", scoring.ended - scoring.started)
     for done in outcome.accumulated:
+        if done["rank"] != 0:
+            continue
         measured.observe("fetch", done["fetch"])
         measured.observe("tiles", done["rounds"])
         for start, end, cells in done["tile_times"]:
