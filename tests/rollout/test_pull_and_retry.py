@@ -306,12 +306,16 @@ class Slow(FakeReward):
 
     def __init__(self, late=(), seconds=60.0, quick=0.0):
         super().__init__()
-        self.late, self.seconds, self.quick, self.asked = late, seconds, quick, []
+        self.late, self.seconds, self.quick, self.asked, self.working = late, seconds, quick, [], 0
 
     async def _score(self, pixels):
         samples = await pixels
         self.asked.append(samples[0][0])
-        await asyncio.sleep(self.seconds if samples[0][0] in self.late else self.quick)
+        self.working += 1
+        try:
+            await asyncio.sleep(self.seconds if samples[0][0] in self.late else self.quick)
+        finally:
+            self.working -= 1
         return await super()._score(pixels)
 
 
@@ -328,9 +332,11 @@ def test_a_late_fragment_does_not_take_the_scores_of_others_with_it(build):
     """Two fragments are at the only worker when the first is late: it is started again after the second is scored."""
     judge = Slow(late=("g0",), quick=0.5)
     setup = build(reward=judge, fragment_size=4, seconds=(0.2,), reward_timeout_s=0.6, max_retries=1)
+    working, restart = [], setup.manager._scorer._restart
+    setup.manager._scorer._restart = lambda index: working.append(judge.working) or restart(index)
     results = collect(setup.manager, groups(2))
     assert {r.group.uid for r in results} == {"g0", "g1"}
-    assert setup.reward_restarts == [0]
+    assert setup.reward_restarts == [0] and working == [0]
     assert judge.asked == ["g0", "g1"]  # each once; what was late is scored by the new process
 
 

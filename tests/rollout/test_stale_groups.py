@@ -32,7 +32,7 @@ class Line:
 
     def __init__(self, name, version, seconds, dies):
         self.name, self.version, self.seconds, self.dies = name, version, seconds, dies
-        self.dead = False
+        self.dead, self.refused = False, 0
         self._last = None
         self.generate = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._generate))
 
@@ -54,6 +54,7 @@ class Line:
         if self.dead:
             raise ray.exceptions.RayActorError()
         if self.version != fragment.version:
+            self.refused += 1
             raise ValueError(f"{self.name} holds version {self.version}, asked for {fragment.version}")
         return FragmentReport(
             fragment_id=fragment.fragment_id,
@@ -222,6 +223,8 @@ def test_deaths_delays_and_unlike_replicas_never_break_the_bound(seed):
                 run.settle()
             check(step, results, ratio)
             run.publish(seconds=draw.choice([0.0, 0.005]))
+        if not run.deaths:  # nothing was asked for under a version that the replica did not hold when its turn came
+            assert not any(replica.workers[0].refused for replica in run.replicas)
     finally:
         run.manager.close()
 

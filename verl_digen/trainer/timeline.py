@@ -179,7 +179,7 @@ def bubble_metrics(trace: Trace) -> dict[str, float]:
 
 
 def learn(measured: Measured, plan: RunPlan, outcome: StepOutcome, activity: Activity, times: StepTimes) -> None:
-    """Take the durations of a step into the profile; of the Trainer those of rank 0, which the others keep step with."""
+    """Take the durations of a step into the profile; of the Trainer those of rank 0, as the others keep step."""
     for report in activity.reports:
         count = len(report.samples)
         measured.denoise.observe(count, report.phases["denoise"] / plan.digen.sampling.num_steps)
