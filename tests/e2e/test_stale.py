@@ -1,13 +1,10 @@
-"""TCSS with real processes: groups of the next step under the version before, with validation, deaths and a resume."""
+"""TCSS with real processes: groups of the next step under the version before, with validation and a resume."""
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
-import ray
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -19,8 +16,8 @@ STALE = [
 ]
 
 
-def test_stale_groups_stay_within_the_bound_through_validation_death_and_resume(pools):
-    """Six steps; averaged weights are validated after each second; a replica dies in step 2; resumed after step 4."""
+def test_stale_groups_stay_within_the_bound_through_validation_and_resume(pools):
+    """Six steps; averaged weights are validated after each second; resumed after step 4."""
     tuning = [
         "trainer.v1.digen.ema.enable=true",
         "trainer.v1.digen.ema.every=1",
@@ -30,25 +27,9 @@ def test_stale_groups_stay_within_the_bound_through_validation_death_and_resume(
         "trainer.v1.digen.trace.every=1",
     ]
     run = pools.again(*STALE, "trainer.total_training_steps=4", tuning=tuning)
-    victim = ray.get(run.trainer.replicas[1].workers[0].ping.remote())["pid"]
-    announce, training = run.manager.generate_sequences, []
-
-    def watched(groups, **options):
-        announce(groups, **options)
-        if groups[0].partition == "train":
-            training.append(options["training_step"])
-            if len(training) == 2:
-                os.kill(victim, signal.SIGKILL)
-
-    run.manager.generate_sequences = watched
-    try:
-        run.fit()
-    finally:
-        del run.manager.generate_sequences
+    run.fit()
     steps, folder = run.steps(), Path(run.config.trainer.default_local_dir)
     assert [s["training/global_step"] for s in steps] == [1, 2, 3, 4]
-    with pytest.raises(ProcessLookupError):
-        os.kill(victim, 0)
 
     run = pools.again(
         *STALE,
