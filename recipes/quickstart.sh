@@ -109,7 +109,7 @@ say "reward and accuracy"
 RESULT="$(verl-digen bench curve --log "$VERL_FILE_LOGGER_PATH" --run-dir "$OUT/checkpoints" --out "$OUT")" \
     || fail "no result; see $OUT/train.log"
 sed '$d' <<<"$RESULT"
+verl-digen report "$OUT/checkpoints" --out "$OUT/report.html"
 echo "everything of this run: $OUT"
 echo "total time: $((SECONDS - STARTED)) s, of which installing: $INSTALLED s"
-verl-digen report "$OUT/checkpoints" --out "$OUT/report.html"
 tail -n 1 <<<"$RESULT"

@@ -2,7 +2,6 @@
 # Step time of the digits recipe in each mode, as a ratio to a bare single-process loop that does the same work: what the
 # framework costs, and what the streaming modes gain. All of it in one run on one machine: the floor is measured first,
 # last and between the rounds; the modes are real `main_ppo` runs. Also: start to first step, memory of each process.
-# The published figures are without the recipe's KL: add   actor_rollout_ref.actor.use_kl_loss=false
 # Takes about 12 minutes on two quiet cores. Everything given goes to the command:
 #
 #     bash recipes/benchmarks/digits.sh                                    # floor, colocated, disaggregated

@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 
 from verl_digen.bench import curves
-from verl_digen.bench.runlog import (
-    LogLine,
-    RunLogError,
-    accuracy_series,
-    read_log,
-    series,
-    summarise,
-    validation_metrics,
-)
+from verl_digen.bench.runlog import LogLine, RunLogError, accuracy_series, read_log, series, summarise
 from verl_digen.cli import main
 
 LAST_LINE = re.compile(r"digits accuracy: before 0\.\d+ after 0\.\d+ \(\d+ steps, \d+ s\)")
@@ -168,28 +160,3 @@ def test_follow_prints_each_step_once_and_ends_with_the_process(log, capsys):
 
 def test_series_leaves_out_steps_without_the_metric(log):
     assert [step for step, _ in series(read_log(log), "timing_s/testing")] == [3, 6]
-
-
-def test_validation_metrics_are_told_from_verls_own_and_shown_before_and_after():
-    def quality(**figures):
-        return {f"val-aux/digits/digit_quality/{key}": value for key, value in figures.items()}
-
-    verls = {"val-aux/digits/acc/best@20/mean": 0.9, "val-aux/digits/reward/mean@20": 0.5, "val-aux/digits/a/b@2": 1.0}
-    lines = [
-        LogLine(0, quality(judge_svm=0.5, spread=0.19) | verls),
-        LogLine(1, {"reward/mean": 0.5}),
-        LogLine(2, quality(judge_svm=0.875, spread=0.11) | {"val-aux/signs/mine/figure": 7.0}),
-    ]
-    assert validation_metrics(lines) == {
-        ("digit_quality", "judge_svm"): [(0, 0.5), (2, 0.875)],
-        ("digit_quality", "spread"): [(0, 0.19), (2, 0.11)],
-        ("mine", "figure"): [(2, 7.0)],
-    }
-    table = curves.metrics_table(lines)
-    rows = list(zip(*(column.cells for column in table.columns), strict=True))
-    assert rows == [
-        ("judge_svm", "0.500", "0.875", "0.98"),
-        ("spread", "0.190", "0.110", "0.165"),
-        ("figure", "7.000", "7.000", ""),
-    ]
-    assert curves.metrics_table([LogLine(0, verls)]) is None

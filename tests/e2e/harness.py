@@ -219,7 +219,7 @@ class Run:
             teacher_client=self.trainer.get_teacher_client(),
             reward_loop_worker_handles=self.trainer.get_reward_handles(),
         )
-        ray.get([w.__ray_call__.remote(_remember_start) for w in self.trainer.actor_rollout_wg.workers])
+        ray.get([w.__ray_call__.remote(_remember_start) for w in self.trainer.ranks.workers])
         return self
 
     def again(self, *overrides: str, tuning: Sequence[str] = ()) -> Run:
@@ -239,7 +239,7 @@ class Run:
         trainer._init_dataloader()
         trainer._check_model()
         resumed = trainer.find_checkpoint()
-        ranks, samplers = trainer.actor_rollout_wg.workers, [r.workers[0] for r in trainer.replicas]
+        ranks, samplers = trainer.ranks.workers, [r.workers[0] for r in trainer.fleet.replicas]
         rule, model = trainer.step_rule(), trainer.model_config
         if tuning != self.tuning:
             self.tuning = tuning
@@ -248,7 +248,9 @@ class Run:
             ray.get([w.__ray_call__.remote(_rebuild, model, actor, rule, plan.digen, reference) for w in ranks])
             if trainer.disaggregated:
                 ray.get([s.__ray_call__.remote(_rebuild_sampler, model, plan.digen) for s in samplers])
-                trainer.rollout_class.kwargs.update(model=model, digen=plan.digen)  # for those that are restarted
+                trainer.workers.rollout_class.kwargs.update(
+                    model=model, digen=plan.digen
+                )  # for those that are restarted
             rewards = trainer.reward_loop_manager
             rewards.config = self.config
             ray.get([w.__ray_call__.remote(_rebuild_reward, self.config) for w in rewards.reward_loop_workers])
@@ -264,11 +266,11 @@ class Run:
 
     def shorten_memory(self, rank: int, cells: int | None, where: str = "forward") -> None:
         """From now on tiles of more than ``cells`` cells do not fit on a Trainer rank; None ends it."""
-        ray.get(self.trainer.actor_rollout_wg.workers[rank].__ray_call__.remote(_shorten_memory, cells, where))
+        ray.get(self.trainer.ranks.workers[rank].__ray_call__.remote(_shorten_memory, cells, where))
 
     def parameter_gathers(self) -> list[tuple[int, int]]:
         """All-gathers of parameters so far, and sharded modules, of each Trainer rank."""
-        return ray.get([w.__ray_call__.remote(_parameter_gathers) for w in self.trainer.actor_rollout_wg.workers])
+        return ray.get([w.__ray_call__.remote(_parameter_gathers) for w in self.trainer.ranks.workers])
 
     def order_groups(self, order) -> Run:
         """Hold the groups of a step back until all are there, and hand them on as ``order(list)`` says."""
@@ -299,7 +301,7 @@ class Run:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The trained weights, whole, in the master dtype."""
-        return ray.get([w.__ray_call__.remote(_whole_weights) for w in self.trainer.actor_rollout_wg.workers])[0]
+        return ray.get([w.__ray_call__.remote(_whole_weights) for w in self.trainer.ranks.workers])[0]
 
     def close(self) -> None:
         """End the processes of this run and free its placement groups."""
@@ -308,9 +310,11 @@ class Run:
         if self.manager is not None:
             self.manager.close()
             self.manager = None
-        groups = [getattr(self.trainer, name, None) for name in ("actor_rollout_wg", "rollout_wg")]
+        workers = getattr(self.trainer, "workers", None)
+        groups = [] if workers is None else [workers.trainer, workers.rollout]
         actors = [worker for group in groups if group is not None for worker in group.workers]
-        actors += [worker for replica in getattr(self.trainer, "replicas", []) for worker in replica.workers]
+        fleet = getattr(self.trainer, "fleet", None)
+        actors += [worker for replica in fleet.replicas for worker in replica.workers] if fleet is not None else []
         rewards = getattr(self.trainer, "reward_loop_manager", None)
         actors += rewards.reward_loop_workers if rewards is not None else []
         for actor in actors:

@@ -80,7 +80,7 @@ def test_everything_on_at_once(pools, tmp_path, monkeypatch):
     assert np.std([r["advantage"] for r in rows]) > 0
     assert any(board.rglob("events.out.tfevents.*"))
     # after the validation with averaged weights the replicas hold the trained ones again
-    assert not run.trainer.checkpoint_manager._averaged
+    assert not run.trainer.fleet.publisher._averaged
 
     # the timeline of the second step: every phase, and what was waited for
     traces = Path(folder) / "traces"

@@ -57,7 +57,7 @@ def test_a_process_that_dies_or_hangs_changes_nothing(pools, undisturbed, victim
     if victim == "reward worker":
         pid = ray.get(run.trainer.reward_loop_manager.reward_loop_workers[0].pid.remote())
     else:
-        pid = ray.get(run.trainer.replicas[1].workers[0].ping.remote())["pid"]
+        pid = ray.get(run.trainer.fleet.replicas[1].workers[0].ping.remote())["pid"]
     sent = signal.SIGSTOP if victim.endswith("hangs") else signal.SIGKILL
     if victim.endswith("publish"):
         run.trainer.on_step_end = lambda: (

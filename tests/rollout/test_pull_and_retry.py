@@ -105,9 +105,10 @@ def build():
             )
             handles.append(replica)
 
-        def respawn(replica, worker):
+        async def respawn(replica, worker):
+            assert replica.workers[0] is worker
             replica.workers = [FakeWorker(replica)]  # there at once, but no use before its weights are
-            time.sleep(0.05)
+            await asyncio.sleep(0.05)
             restarts.append(replica.name)
             replica.workers[0].ready = True
 
@@ -124,7 +125,7 @@ def build():
 
         pool = RolloutPool(
             replicas=handles,
-            restart=respawn if restart else None,
+            replace=respawn if restart else None,
             expected={"train": EFFECTIVE, "validation": EFFECTIVE},
             reward_restart=respawn_reward,
             ledger=StaleLedger(64),

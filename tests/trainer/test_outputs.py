@@ -56,7 +56,7 @@ class Trainer:
             fragment_size=12,
             deadlines=SimpleNamespace(group=SimpleNamespace(seconds=1.0)),
         )
-        self.checkpoint_manager = SimpleNamespace(version=3)
+        self.fleet = SimpleNamespace(version=3)
         self.val_dataset = [
             {
                 "prompt": r.group.prompt,

@@ -185,7 +185,7 @@ def metrics_table(lines: Sequence[LogLine]):
     for (metric, key), points in found.items():
         real = REAL.get(key) if metric == "digit_quality" else None
         shown = [f"{value:.3f}" for value in (points[0][1], points[-1][1])]
-        table.add_row(key, *shown, "" if real is None else f"{real:g}")
+        table.add_row(key, *shown, "" if real is None else f"{real:.2f}")
     return table
 
 

@@ -32,10 +32,9 @@ def write_report(run_dir: str | Path, out: str | Path | None = None, log: str | 
     """Write the page of a run.
 
     Args:
-        run_dir: ``trainer.default_local_dir`` of the run, or a folder with that of one run in it.
-        out: file to write; None is ``report.html`` in the run's folder.
-        log: JSON lines of the run's metrics; None takes what ``about.json`` says (or a file of that name in the run's
-            folder or beside it, if both were moved), else the ``*.jsonl`` in the folder.
+        run_dir: ``trainer.default_local_dir`` of the run.
+        out: file to write; None is ``report.html`` in ``run_dir``.
+        log: JSON lines of the run's metrics; None takes what ``about.json`` says, or the ``*.jsonl`` in the folder.
 
     Returns:
         the file.
@@ -43,7 +42,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None, log: str | 
     Raises:
         RunLogError: no such folder, nothing of a run in it, or a log that cannot be read.
     """
-    folder = run_folder(Path(run_dir))
+    folder = Path(run_dir)
     content = page_of(collect(folder, log))
     file = Path(out) if out is not None else folder / PAGE
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -60,14 +59,6 @@ def page_of(run: dict[str, Any]) -> str:
     for mark, name in parts.items():
         html = html.replace(mark, (page / name).read_text(encoding="utf-8"))
     return html.replace("/*RUN*/", data)
-
-
-def run_folder(folder: Path) -> Path:
-    """``folder`` itself, or the one folder in it in which a run says what it is (as the quickstart leaves it)."""
-    inner = [] if (folder / "about.json").exists() else sorted(file.parent for file in folder.glob("*/about.json"))
-    if len(inner) > 1:
-        raise RunLogError(f"several runs in {folder}: {', '.join(path.name for path in inner)}; give one of them")
-    return inner[0] if inner else folder
 
 
 def collect(folder: Path, log: str | Path | None = None) -> dict[str, Any]:
@@ -132,8 +123,7 @@ def _metrics(folder: Path, about: dict[str, Any], log: str | Path | None) -> tup
     if log is not None:
         return read_log(log), []
     recorded = about.get("metrics_log")
-    places = [Path(recorded), *(place / Path(recorded).name for place in (folder, folder.parent))] if recorded else []
-    found = [place for place in places if place.is_file()][:1] or sorted(folder.glob("*.jsonl"))
+    found = [Path(recorded)] if recorded and Path(recorded).is_file() else sorted(folder.glob("*.jsonl"))
     if len(found) > 1:
         raise RunLogError(f"several logs in {folder}: {', '.join(f.name for f in found)}; choose one with --log")
     if found and found[0].stat().st_size:

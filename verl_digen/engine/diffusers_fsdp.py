@@ -200,9 +200,9 @@ class DiffusersFSDPEngine(FSDPEngine):
 
         def tensors():
             for name, parameter in self.named_trainable():
-                value = parameter.detach()
-                value = value.full_tensor() if isinstance(value, DTensor) else value
-                yield name, value.to(self.computed[name])
+                # the shard is cast, and then gathered: half the bytes, and no whole copy in the master dtype
+                value = parameter.detach().to(self.computed[name])
+                yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
         return tensors(), {"tensors": self.lora_bound} if self._is_lora else None
 

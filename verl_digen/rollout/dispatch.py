@@ -50,7 +50,6 @@ class Seat:
         self.version = version
         self.outstanding = 0
         self.serving = True
-        self.replacing = asyncio.Lock()
 
 
 class Dispatcher:
@@ -197,20 +196,18 @@ class Dispatcher:
                 )
             )
             return
-        if gone:
-            await self._replaced(seat, worker)
+        if gone and seat.serving and seat.replica.workers[0] is worker:  # else another fragment of it has seen to that
+            self._count(seat, serving=False)
+            self._spawn(self._replaced(seat, worker))  # which may take long: the others have its fragment meanwhile
         book.queue.give_back(order.claim)
         self._restart_orphans()
         self.fill()
 
     async def _replaced(self, seat: Seat, worker) -> None:
-        """Return when the replica serves again with another process than ``worker``."""
-        async with seat.replacing:
-            if seat.replica.workers[0] is not worker:  # another fragment of it has seen to that
-                return
-            self._count(seat, serving=False)
-            await self._replace(seat.replica, worker)
-            self._count(seat, serving=True)
+        """Let the seat serve again when its replica has another process than ``worker``."""
+        await self._replace(seat.replica, worker)
+        self._count(seat, serving=True)
+        self.fill()
 
 
 async def value_of(ref) -> Any:

@@ -21,7 +21,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -51,15 +51,15 @@ class RolloutPool:
 
     Attributes:
         replicas: veRL replica handles.
-        restart: replace a process of a replica that is dead or stuck by one with the current weights; None when that
-            is impossible (colocated).
+        replace: replaces a process of a replica that is dead or stuck, and returns when the replica serves again; None
+            when it cannot be (colocated). See :class:`verl_digen.rollout.fleet.Fleet`.
         expected: effective sampling parameters that every replica must report, by ``train`` and ``validation``.
         reward_restart: start a dead reward worker again and return its handle.
         ledger: how many versions are published, and which groups may be stale.
     """
 
     replicas: list[DiffusersReplica]
-    restart: Callable[[DiffusersReplica, Any], None] | None
+    replace: Callable[[DiffusersReplica, Any], Awaitable[None]] | None
     expected: dict[str, dict[str, Any]]
     reward_restart: Callable[[int], Any]
     ledger: StaleLedger
@@ -111,12 +111,12 @@ class DiffusionRolloutManager:
         self._call(self._begin)
 
     def _begin(self) -> None:
-        failure, replace = self.digen.failure, self.pool.restart
+        failure = self.digen.failure
         self._scorer = Scorer(self.reward_workers, self.pool.reward_restart, failure, self._spawn)
         self._dispatcher = Dispatcher(
             self.pool.replicas,
             version=self.pool.ledger.published,
-            replace=None if replace is None else self._replace,
+            replace=self.pool.replace,
             delivered=self._delivered,
             check=self._check_report,
             failed=self._done.put,
@@ -273,9 +273,6 @@ class DiffusionRolloutManager:
         task = self._loop.create_task(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _replace(self, replica: DiffusersReplica, worker) -> None:
-        await self._loop.run_in_executor(None, self.pool.restart, replica, worker)
 
     def _check_report(self, order: Order, report: FragmentReport) -> None:
         fragment = order.fragment

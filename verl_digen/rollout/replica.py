@@ -2,6 +2,7 @@
 
 One process per replica: the worker that receives weights is the server that generates. Calls are handled in the order
 they arrive, one at a time, so weights change only between fragments and a trajectory is never cut by a publish (I4).
+Three calls have threads of their own: a ping, the end of a transfer, and giving the weights to another replica.
 """
 
 from __future__ import annotations
@@ -10,27 +11,30 @@ import asyncio
 import logging
 import os
 import time
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import ray
 import torch
 import transfer_queue as tq
+from ray.util.placement_group import PlacementGroup
 from tensordict import TensorDict
 from verl import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
-from verl.single_controller.ray.base import RayResourcePool, SubRayResourcePool
+from verl.single_controller.ray.base import RayResourcePool
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
+from verl_digen.config.deadlines import Deadlines
 from verl_digen.config.digen import DigenConfig
 from verl_digen.config.model import DiffusionModelConfig
 from verl_digen.platform.memory import peak_memory_bytes, reset_peak_memory
 from verl_digen.rollout.requests import Fragment, FragmentReport, row_key
 from verl_digen.rollout.sampler import DenoisedFragment, Sampler
-from verl_digen.sync.channel import DigenCheckpointEngine
+from verl_digen.sync.ends import Place, WeightEnd
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -54,11 +58,6 @@ class RolloutRole:
         self.sampler = Sampler(model, digen, seed=seed, device=_device())
         self.sampler.load()
         tq.init()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def ping(self) -> dict[str, Any]:
-        """Liveness and what is running here."""
-        return {"replica": self._replica_name, "version": self.sampler.version, "pid": os.getpid()}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def effective_parameters(self) -> dict[str, Any]:
@@ -105,17 +104,18 @@ class RolloutRole:
         return report, _reward_input(fragment, done.pixels)
 
 
-class DiffusionRolloutWorker(RolloutRole, Worker):
+class DiffusionRolloutWorker(RolloutRole, WeightEnd, Worker):
     """A replica with devices of its own."""
 
     def __init__(self, model: DiffusionModelConfig, digen: DigenConfig, seed: int, bucket_bytes: int):
         Worker.__init__(self)
         self._model, self._digen, self._seed = model, digen, seed
-        self.checkpoint_engine = DigenCheckpointEngine(bucket_bytes, timeout_s=digen.failure.sync_timeout_s)
+        self.init_end(bucket_bytes, Deadlines.of(digen.failure))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self, name: str) -> dict[str, Any]:
         """Load the model from disk."""
+        self.use_device()
         self.init_sampler(self._model, self._digen, self._seed, name)
         return {
             "lora": self.sampler.lora_bound,
@@ -123,20 +123,25 @@ class DiffusionRolloutWorker(RolloutRole, Worker):
             "computed": [self.sampler.computed()],
         }
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
-    def execute_checkpoint_engine(self, method: str, *args, **kwargs):
-        """Call ``method`` of this end of the weight channel."""
-        return getattr(self.checkpoint_engine, method)(*args, **kwargs)
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
-        """Take version ``global_steps`` from the channel and acknowledge it with a checksum."""
-
-        async def receive():
-            return [(name, tensor) async for name, tensor in self.checkpoint_engine.receive_weights(global_steps)]
-
-        checksum, count = self.sampler.load_weights(asyncio.run(receive()), global_steps)
+    def update_weights(self, global_steps: int, place: Place) -> dict[str, Any]:
+        """Take version ``global_steps`` from a channel, bucket by bucket, and acknowledge it with a checksum."""
+        with closing(self.receive(global_steps, place)) as tensors:
+            checksum, count = self.sampler.load_weights(tensors, global_steps)
         return {"replica": self._replica_name, "version": global_steps, "checksum": checksum, "tensors": count}
+
+    @ray.method(concurrency_group="send")
+    def send_weights(self, version: int, place: Place) -> dict[str, Any]:
+        """Give the version that is held here to other replicas; generation goes on meanwhile.
+
+        Raises:
+            ValueError: another version is held.
+        """
+        self.use_device()
+        if self.sampler.version != version:
+            raise ValueError(f"{self._replica_name} holds version {self.sampler.version}, asked for {version}")
+        with torch.no_grad():
+            return self.send(self.sampler.published(), version, place)
 
 
 def _put_rows(fragment: Fragment, done: DenoisedFragment, version: int, replica: str, seed: int) -> None:
@@ -231,22 +236,34 @@ class DiffusersReplica(RolloutReplica):
         self.workers = [worker_group.workers[self.replica_rank]]
         await self.launch_servers()
 
+    @property
+    def _place(self) -> tuple[PlacementGroup, int]:
+        """Placement group and bundle of this replica."""
+        per_group = self.resource_pool.store[0]
+        return self.resource_pool.pgs[self.replica_rank // per_group], self.replica_rank % per_group
+
+    @property
+    def placed(self) -> bool:
+        """Whether the place of this replica is on a node that is there."""
+        return ray.util.placement_group_table(self._place[0])["state"] == "CREATED"
+
     def respawn(self, worker_class: RayClassWithInitArgs, device_name: str) -> None:
-        """Start a new process on this replica's bundle after the old one died; it holds no weights yet."""
+        """End the old process and start one in the same place; returns at once. It holds no weights yet.
+
+        veRL's worker group would wait, without a deadline, for a node that may be gone.
+        """
         ray.kill(self.workers[0])
-        pool = self.resource_pool
-        sub_pool = SubRayResourcePool(
-            process_on_nodes=pool.store,
+        pool, (group, bundle) = self.resource_pool, self._place
+        alone = {"WORLD_SIZE": "1", "RANK": "0", "RAY_LOCAL_WORLD_SIZE": "1"}  # a replica forms no process group
+        unused = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WG_PREFIX": pool.name_prefix, "WG_BACKEND": "ray"}
+        name = f"{pool.name_prefix}_again_{self.replica_rank}_{time.time_ns()}"
+        worker_class.update_options({"runtime_env": {"env_vars": alone | unused}, "name": name})
+        worker = worker_class(
+            placement_group=group,
+            placement_group_bundle_idx=bundle,
             use_gpu=pool.use_gpu,
-            name_prefix=f"{pool.name_prefix}_again_{self.replica_rank}_{time.time_ns()}",
-            max_colocate_count=pool.max_colocate_count,
-            placement_groups=pool.pgs,
-            start_bundle_index=self.replica_rank,
-            subgroup_world_size=1,
+            num_gpus=1 / pool.max_colocate_count,
+            device_name=device_name,
         )
-        group = RayWorkerGroup(
-            resource_pool=sub_pool, ray_cls_with_init=worker_class, bin_pack=False, device_name=device_name
-        )
-        self.workers = [group.workers[0]]
-        self._group = group  # keeps the actor alive
+        self.workers = [worker]
         asyncio.run(self.launch_servers())

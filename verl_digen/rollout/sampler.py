@@ -131,6 +131,10 @@ class Sampler:
         self.version = version
         return tensors_checksum(self._published.items()), len(self._published)
 
+    def published(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The tensors that a publish carries, as they are held here."""
+        return ((name, parameter.detach()) for name, parameter in self._published.items())
+
     def to(self, device: torch.device) -> None:
         """Move the model (sleep and wake-up of colocated placement)."""
         self.transformer.to(device)

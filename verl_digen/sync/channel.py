@@ -1,15 +1,23 @@
-"""The weight channel: a persistent process group between the Trainer's first rank and every replica.
+"""One end of a weight channel: buckets of packed tensors from a source to one or many targets.
 
-Registered as veRL checkpoint engine ``digen``. gloo on CPU, nccl on CUDA, hccl on NPU. The group is built once and
-again only when a replica was replaced; a publish sends buckets of packed tensors, each after a small JSON header.
-An end that cannot finish a publish leaves the group, so that the ends which wait for it get an error at once and not
-at their deadline. Stores and sockets are bound to the node's own address.
+Registered as veRL checkpoint engine ``digen``; gloo on CPU, nccl on CUDA, hccl on NPU (:mod:`verl_digen.sync.groups`).
+veRL's own ``nccl`` and ``hccl`` engines are not used: a receiver waits in them without a deadline for a sender that is
+gone, nothing ends a collective that has begun, and they need cupy or vLLM for a broadcast that torch has.
+
+What must hold:
+- Nobody enters a collective alone. Ends meet in a store on the host first, where waiting has a deadline and can be
+  ended; the source begins when all are there. The header of a bucket (names, shapes, version) goes through the store.
+- Everything that waits is ended by :meth:`DigenCheckpointEngine.abort`, called from a thread that is not in it. An end
+  that stops early leaves the group; whoever coordinates aborts the others.
+- A group is built with the first transfer and kept for the next ones. Each end counts the transfers of its channel.
 """
 
 from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,22 +27,46 @@ import ray
 import torch
 import torch.distributed as dist
 from verl.checkpoint_engine.base import CheckpointEngine, TensorMeta, merge_weight_chunks, split_weight_chunks
-from verl.utils.device import get_device_name, get_nccl_backend
+from verl.utils.device import get_device_name
 from verl.utils.distributed import create_tcp_store
 
+from verl_digen.config.deadlines import Deadline, Deadlines
+from verl_digen.config.digen import FailureConfig
+from verl_digen.sync import groups
+
 _ALIGN = 16
+# How often the store and an operation are asked. In the store from the first to the last of these, ever more slowly:
+# hundreds of ends may wait for one that is busy.
+_POLL_S = (0.0005, 0.05)
+_CONNECT = timedelta(seconds=5.0)
+
+
+class ChannelAborted(RuntimeError):
+    """The transfer was ended from outside, or this end has left the channel."""
+
+
+def open_store() -> tuple[dist.TCPStore, dict[str, Any]]:
+    """A store on this node's address, and where it is (``host``, ``port``)."""
+    host = ray.util.get_node_ip_address().strip("[]")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    store = create_tcp_store(host, port, listen_socket=listener, is_master=True, wait_for_workers=False)
+    return store, {"host": host, "port": port}
 
 
 class DigenCheckpointEngine(CheckpointEngine):
-    """One end of the channel.
+    """One end of one channel.
 
     Args:
         bucket_size: bytes of a bucket.
-        is_master: whether this end sends (the Trainer's rank 0).
-        timeout_s: deadline of every collective, in seconds.
+        is_master: whether this end opens a store when it is asked to (:meth:`prepare`).
+        deadlines: of the run; None takes those of the default options.
     """
 
-    def __init__(self, bucket_size: int, is_master: bool = False, timeout_s: float = 900.0) -> None:
+    def __init__(self, bucket_size: int, is_master: bool = False, deadlines: Deadlines | None = None) -> None:
         if bucket_size < _ALIGN:
             raise ValueError(
                 f"actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes gives {bucket_size} "
@@ -42,13 +74,16 @@ class DigenCheckpointEngine(CheckpointEngine):
             )
         self.bucket_size = bucket_size
         self.is_master = is_master
-        self.timeout = timedelta(seconds=timeout_s)
-        self.group = None
-        self._store = None
+        self.deadlines = deadlines or Deadlines.of(FailureConfig())
+        self.rank = -1
+        self._lock = threading.Lock()  # a group is closed once, by whoever comes first
+        self._aborted = threading.Event()
+        self._own_store = self._store = self._group = None
+        self._transfers = 0
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu") if get_device_name() == "cpu" else torch.device(get_device_name())
+        return torch.device(get_device_name())
 
     # ---- membership ----------------------------------------------------------------------------------------
 
@@ -56,16 +91,8 @@ class DigenCheckpointEngine(CheckpointEngine):
         """Master: open a store on the node's address and return where it is; others: nothing."""
         if not self.is_master:
             return {}
-        host = ray.util.get_node_ip_address().strip("[]")
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        self._store = create_tcp_store(
-            host, port, listen_socket=listener, is_master=True, wait_for_workers=False, timeout=self.timeout
-        )
-        return {"host": host, "port": port}
+        self._own_store, where = open_store()
+        return {**where, "name": f"channel-{where['port']}"}
 
     @classmethod
     def build_topology(cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict]):
@@ -85,69 +112,153 @@ class DigenCheckpointEngine(CheckpointEngine):
         return actor, rollout
 
     def init_process_group(self, rank: int, world_size: int, master: dict[str, Any]) -> None:
-        """Join the group (rank -1: stay out). All members call it together."""
-        if rank < 0:
-            return
-        if not self.is_master:
-            self._store = dist.TCPStore(
-                master["host"], master["port"], is_master=False, wait_for_workers=False, timeout=self.timeout
-            )
-        store = dist.PrefixStore("digen-channel", self._store)
-        if self.device.type == "cpu":
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(master["host"]))]
-            options._timeout = self.timeout
-            self.group = dist.ProcessGroupGloo(store, rank, world_size, options)
-        else:
-            # the group needs a backend of the device; torch's own factory builds it without touching the default group
-            self.group, _ = dist.distributed_c10d._new_process_group_helper(
-                world_size,
-                rank,
-                [],
-                get_nccl_backend(),
-                store,
-                group_name=f"digen-channel-{master['port']}",
-                timeout=self.timeout,
-            )
+        """Take a place in a channel (rank -1: stay out); nothing is connected before the first transfer.
+
+        Args:
+            master: ``host`` and ``port`` of the store, ``name`` of the channel.
+        """
+        self.rank, self.world, self.master = rank, world_size, master
 
     def finalize(self) -> None:
-        """The channel stays open between publishes."""
+        """The channel stays open between transfers."""
+
+    def abort(self) -> None:
+        """End whatever waits here and leave the channel; safe from any thread, at any time, more than once."""
+        self._aborted.set()
+        self._leave(lambda group: group.abort())
 
     def close(self) -> None:
-        """Leave the group; the next :meth:`prepare` and :meth:`init_process_group` make a new one."""
-        self.group = None
-        self._store = None
+        """Leave the channel when nothing is under way."""
+        self._aborted.set()
+        self._leave(lambda group: group.close())
+
+    def _leave(self, ending) -> None:
+        with self._lock:
+            group, self._group = self._group, None
+        if group is not None:
+            ending(group)
 
     @contextmanager
-    def _leaving_unless_finished(self):
-        """Leave the group when a publish ends early, by an error or because its consumer stopped."""
+    def _transfer(self):
+        """Count a transfer; leave the channel when it ends early, by an error or because its consumer stopped."""
+        if self.rank < 0 or self._aborted.is_set():
+            raise ChannelAborted("this end of the weight channel takes no part in it, or has left it")
+        if self._store is None:
+            self._store = self._connect()
+        self._transfers += 1
         finished = False
         try:
-            yield
+            yield f"{self.master['name']}/{self._transfers}"
             finished = True
         finally:
             if not finished:
-                self.close()
+                self.abort()
+
+    def _connect(self) -> dist.TCPStore:
+        """A connection to the store, in short tries: torch waits for a lost handshake as long as it may wait at all."""
+        end = time.monotonic() + self.deadlines.transfer.seconds
+        while True:
+            try:
+                store = dist.TCPStore(
+                    self.master["host"], self.master["port"], is_master=False, wait_for_workers=False, timeout=_CONNECT
+                )
+                break
+            except dist.DistNetworkError:
+                if self._aborted.is_set() or time.monotonic() > end:
+                    raise
+        store.set_timeout(timedelta(seconds=self.deadlines.transfer.seconds))
+        return store
+
+    def _join(self) -> None:
+        """Build the group, when all ends are known to be there."""
+        if self._group is not None:
+            return
+        seconds = self.deadlines.transfer.seconds + 2 * self.deadlines.ping.seconds
+        group = groups.open_group(
+            self.device.type,
+            # the group's threads use the store as well: they get a connection of their own
+            dist.PrefixStore(f"{self.master['name']}/group", self._connect()),
+            self.rank,
+            self.world,
+            timedelta(seconds=seconds),
+            _own_address(self.master["host"]),
+        )
+        with self._lock:
+            self._group = group
+        if self._aborted.is_set():  # meanwhile
+            self.abort()
+
+    # ---- waiting -------------------------------------------------------------------------------------------
+
+    def _wait_for(self, key: str, what: str, deadline: Deadline) -> None:
+        """Until ``key`` is in the store.
+
+        Raises:
+            TimeoutError: it does not come within ``deadline``.
+            ChannelAborted: see :meth:`abort`.
+        """
+        end, pause = time.monotonic() + deadline.seconds, _POLL_S[0]
+        while not self._store.check([key]):
+            if self._aborted.wait(pause):
+                raise ChannelAborted(f"ended while waiting for {what}")
+            if time.monotonic() > end:
+                raise TimeoutError(f"waiting for {what} took longer than {deadline}")
+            pause = min(1.2 * pause, _POLL_S[1])
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        """From rank 0 to all; returns when it is done here.
+
+        Raises:
+            TimeoutError: it is not done in time.
+            ChannelAborted: see :meth:`abort`; what arrived is not whole.
+        """
+        end = time.monotonic() + self.deadlines.transfer.seconds
+        try:
+            work = self._group.broadcast(tensor)
+            while not work.is_completed() and not self._aborted.wait(_POLL_S[0]):
+                if time.monotonic() > end:
+                    raise TimeoutError(f"a bucket of the weight channel took longer than {self.deadlines.transfer}")
+            if not self._aborted.is_set():
+                work.wait()
+        except Exception as error:
+            if not self._aborted.is_set():
+                raise
+            raise ChannelAborted("the transfer was ended") from error  # whatever the transport says to that
+        if self._aborted.is_set():
+            raise ChannelAborted("the transfer was ended")
 
     # ---- sending and receiving -----------------------------------------------------------------------------
 
     async def send_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, int]:
-        """Send all tensors as version ``global_steps``; bucket by bucket. Returns bytes and buckets sent."""
-        buffer = torch.empty(self.bucket_size, dtype=torch.uint8, device=self.device)
+        """Send all tensors as version ``global_steps``; bucket by bucket. Returns bytes and buckets sent.
+
+        Raises:
+            TimeoutError: not all ends came in time; nothing was sent.
+            ChannelAborted: see :meth:`abort`.
+        """
         metas: list[dict] = []
         used, sent, buckets = 0, 0, 0
 
-        def flush(done: bool) -> None:
-            nonlocal metas, used, buckets
-            self._broadcast_object({"version": global_steps, "tensors": metas, "bytes": used, "done": done})
-            if used:
-                self._broadcast(buffer[:used])
-                buckets += 1
-            metas, used = [], 0
+        with self._transfer() as name:
+            for rank in range(1, self.world):
+                what = f"end {rank} of {self.world - 1} of the weight channel"
+                self._wait_for(f"{name}/ready/{rank}", what, self.deadlines.connect)
+            self._forget_before(name)
+            self._store.set(f"{name}/go", "")
+            self._join()
+            buffer = torch.empty(self.bucket_size, dtype=torch.uint8, device=self.device)
 
-        with self._leaving_unless_finished():
+            def flush(done: bool) -> None:
+                nonlocal metas, used, buckets
+                header = {"version": global_steps, "tensors": metas, "bytes": used, "done": done}
+                self._store.set(f"{name}/bucket/{buckets}", json.dumps(header))
+                if used:
+                    self._broadcast(buffer[:used])
+                buckets += 1
+                metas, used = [], 0
+
             async for meta, chunk in split_weight_chunks(weights, self.bucket_size):
                 if used + meta.chunk_size > self.bucket_size:
                     flush(done=False)
@@ -157,52 +268,54 @@ class DigenCheckpointEngine(CheckpointEngine):
                 used += -(-meta.chunk_size // _ALIGN) * _ALIGN
                 used = min(used, self.bucket_size)
             flush(done=True)
+            self._sent = buckets
         return {"sync/bytes": sent, "sync/buckets": buckets}
 
+    def _forget_before(self, name: str) -> None:
+        """Drop the keys of the transfer before this one: all ends have come to this one, so nobody reads them."""
+        if self._transfers == 1:
+            return
+        last = f"{self.master['name']}/{self._transfers - 1}"
+        keys = [f"{last}/go", *(f"{last}/bucket/{i}" for i in range(self._sent))]
+        for key in keys + [f"{last}/ready/{rank}" for rank in range(1, self.world)]:
+            self._store.delete_key(key)
+
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield (name, tensor) of the version that is being sent.
+        """Yield (name, tensor) of the version that is being sent, as the buckets arrive.
+
+        A tensor is a view of the bucket: use it before the next one is asked for. Only one that is larger than a
+        bucket has memory of its own.
 
         Raises:
             ValueError: another version arrives than the one announced.
+            TimeoutError: the source or another end does not come in time.
+            ChannelAborted: see :meth:`abort`.
         """
 
-        async def chunks():
-            while True:
-                header = self._broadcast_object(None)
+        async def chunks(name: str):
+            buffer = torch.empty(self.bucket_size, dtype=torch.uint8, device=self.device)
+            for bucket in range(1 << 62):
+                key = f"{name}/bucket/{bucket}"
+                self._wait_for(key, f"bucket {bucket} of the weight channel", self.deadlines.transfer)
+                header = json.loads(self._store.get(key))
                 if header["version"] != global_steps:
                     raise ValueError(
                         f"version {header['version']} arrived on the channel, {global_steps} was announced"
                     )
                 if header["bytes"]:
-                    buffer = torch.empty(header["bytes"], dtype=torch.uint8, device=self.device)
-                    self._broadcast(buffer)
+                    self._broadcast(buffer[: header["bytes"]])
                     for entry in header["tensors"]:
                         meta = _meta_from_json(entry)
                         yield meta, buffer[meta.offset : meta.offset + meta.chunk_size]
                 if header["done"]:
                     return
 
-        with self._leaving_unless_finished():
-            async for name, tensor in merge_weight_chunks(chunks(), self.bucket_size):
-                yield name, tensor
-
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        if self.group is None:
-            raise RuntimeError("the weight channel is not connected: init_process_group was not called on this end")
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        self.group.broadcast([tensor], options).wait()
-
-    def _broadcast_object(self, value: dict | None) -> dict:
-        """A JSON object from the master to all, length first."""
-        payload = json.dumps(value).encode() if value is not None else b""
-        length = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
-        self._broadcast(length)
-        data = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
-        if value is not None:
-            data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        self._broadcast(data)
-        return json.loads(bytes(data.cpu().numpy()))
+        with self._transfer() as name:
+            self._store.set(f"{name}/ready/{self.rank}", "")
+            self._wait_for(f"{name}/go", "the source of the weight channel", self.deadlines.connect)
+            self._join()
+            async for named in merge_weight_chunks(chunks(name), self.bucket_size):
+                yield named
 
 
 def _own_address(master: str) -> str:

@@ -1,25 +1,32 @@
-"""Publishing: one version of the weights from the Trainer to every replica, acknowledged by checksum (I8).
+"""Publishing: one version of the weights to many replicas, acknowledged by checksum (I8).
 
 What must hold:
-- a publish happens between trajectories: each replica takes it in turn with its fragments, nothing is aborted;
-- every replica acknowledges the version with the checksum of what it then holds; it must equal the Trainer's, and the
-  number of tensors too (> 0);
-- a training step that changed the weights changes the checksum; one that did not is reported by the caller.
+- A publish happens between trajectories: each replica takes it in turn with its fragments, nothing is aborted.
+- Every replica acknowledges the version with the checksum of what it then holds; it must equal the source's, and the
+  number of tensors too (> 0).
+- When a call of a transfer fails or is late, every end of it is aborted, from threads that do not wait in it; a process
+  that does not answer even that is not waited for.
+- A training step that changed the weights changes the checksum; one that did not is reported by the caller.
+
+The source of a publish is the Trainer's first rank, and the channel to the replicas is kept while these are the same.
+A replica that starts later gets the weights from one that holds them, through a channel of their own.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import ray
-from verl.checkpoint_engine.base import CheckpointEngineManager
-from verl.utils.ray_utils import auto_await
 
-from verl_digen.config.deadlines import Deadlines
+from verl_digen.config.deadlines import Deadline, Deadlines
 from verl_digen.sync.calls import results
+from verl_digen.sync.channel import open_store
+from verl_digen.sync.ends import Place
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -48,14 +55,14 @@ def check_acknowledgements(sent: dict[str, Any], acks: list[dict[str, Any]], rep
     """Refuse a publish that did not arrive everywhere.
 
     Args:
-        sent: version, checksum, tensors of the Trainer.
+        sent: version, checksum, tensors of the source.
         acks: the same with ``replica``, one for each name in ``replicas``.
 
     Raises:
         PublishError: no tensors, a missing replica, or another version, checksum or count.
     """
     if sent["tensors"] <= 0:
-        raise PublishError(f"version {sent['version']}: the Trainer published {sent['tensors']} tensors")
+        raise PublishError(f"version {sent['version']}: {sent['tensors']} tensors were published")
     missing = sorted(set(replicas) - {ack["replica"] for ack in acks})
     if missing:
         raise PublishError(f"version {sent['version']} was not acknowledged by {', '.join(missing)}")
@@ -63,62 +70,34 @@ def check_acknowledgements(sent: dict[str, Any], acks: list[dict[str, Any]], rep
         for key in ("version", "tensors", "checksum"):
             if ack[key] != sent[key]:
                 raise PublishError(
-                    f"version {sent['version']}: {ack['replica']} holds {key} {ack[key]}, the Trainer sent {sent[key]}"
+                    f"version {sent['version']}: {ack['replica']} holds {key} {ack[key]}, {sent[key]} was sent"
                 )
 
 
-class WeightPublisher(CheckpointEngineManager):
-    """veRL's checkpoint manager with a persistent channel and acknowledgements.
+class WeightPublisher:
+    """Transfers of weights, and which version they carry. Not safe for threads: its owner lets one in at a time.
 
     Args:
-        config: ``rollout.checkpoint_engine``.
         ranks: the Trainer.
-        replicas: all replicas.
         colocated: replicas live in the training processes; weights are copied there.
         deadlines: of the run.
     """
 
-    def __init__(
-        self,
-        config,
-        ranks: Ranks,
-        replicas: list[Replica],
-        *,
-        colocated: bool,
-        deadlines: Deadlines,
-    ):
-        super().__init__(config, ranks, replicas)
-        self.ranks = ranks
-        self.colocated = colocated
-        self.deadlines = deadlines
+    def __init__(self, ranks: Ranks, *, colocated: bool, deadlines: Deadlines):
+        self.ranks, self.colocated, self.deadlines = ranks, colocated, deadlines
         self.version: int | None = None
         self.checksum: int | None = None
         self._averaged = False
-        self._connected: list[Any] = []
+        self._members: list[Any] = []
+        self._channel = ""
+        self._numbers = itertools.count(1)
+        self._store, self._where = (None, {}) if colocated else open_store()
 
-    def connect(self) -> None:
-        """(Re)build the channel for the replicas as they are now."""
-        workers = [replica.workers[0] for replica in self.replicas]
-        closing = [self.ranks.first("execute_checkpoint_engine", "close")]
-        closing += [w.execute_checkpoint_engine.remote("close") for w in workers]
-        results(closing, "closing the weight channel", self.deadlines.connect)
-        opening = [self.ranks.first("execute_checkpoint_engine", "prepare")]
-        (where,) = results(opening, "opening the weight channel", self.deadlines.connect)
-        place = {"world_size": 1 + len(workers), "master": where}
-        calls = [self.ranks.first("execute_checkpoint_engine", "init_process_group", rank=0, **place)]
-        calls += [
-            worker.execute_checkpoint_engine.remote("init_process_group", rank=rank, **place)
-            for rank, worker in enumerate(workers, start=1)
-        ]
-        results(calls, f"connecting {len(workers)} replicas to the weight channel", self.deadlines.connect)
-        self._connected = workers
-
-    @auto_await
-    async def update_weights(self, global_steps: int | None = None, averaged: bool = False) -> dict[str, float]:
-        """Publish version ``global_steps`` and wait until every replica holds it.
+    def publish(self, version: int, replicas: list[Replica], averaged: bool = False) -> dict[str, float]:
+        """The Trainer's weights to ``replicas`` as ``version``; returns when all hold them.
 
         Args:
-            averaged: publish the EMA weights (for validation).
+            averaged: the EMA weights (for validation).
 
         Returns:
             ``sync/seconds``, ``sync/bytes`` and ``sync/changed`` (0 or 1: whether the checksum differs from the one
@@ -127,36 +106,96 @@ class WeightPublisher(CheckpointEngineManager):
         Raises:
             PublishError: see :func:`check_acknowledgements`.
             TimeoutError: not done within the deadline.
+            ray.exceptions.RayError: an end failed or is gone.
         """
         started = time.perf_counter()
-        workers = [replica.workers[0] for replica in self.replicas]
-        if not self.colocated and workers != self._connected:
-            self.connect()
-        sends = self.ranks.call("publish_weights", global_steps, averaged)
         if self.colocated:
-            answers = results(sends, f"publishing version {global_steps} in place", self.deadlines.publish)
-            acks = [answer["ack"] for answer in answers]
+            refs = self.ranks.call("publish_weights", version, averaged)
+            answers = results(refs, f"publishing version {version} in place", self.deadlines.publish)
+            sent, acks = answers[0], [answer["ack"] for answer in answers]
         else:
-            takes = [w.update_weights.remote(global_steps) for w in workers]
-            doing = f"publishing version {global_steps} to {len(workers)} replicas"
-            answers = results(sends + takes, doing, self.deadlines.publish)
-            acks = answers[len(sends) :]
-        sent = answers[0]
-        check_acknowledgements(sent, acks, [replica.name for replica in self.replicas])
+            members = [replica.workers[0] for replica in replicas]
+            if members != self._members:
+                self._members, self._channel = members, f"publish-{next(self._numbers)}"
+            try:
+                sent, acks = self._transfer(version, self._trainer(version, averaged), replicas, self._channel)
+            except BaseException:
+                self._members = []  # the ends have left this channel
+                raise
+        check_acknowledgements(sent, acks, [replica.name for replica in replicas])
         changed = sent["checksum"] != self.checksum
-        self.version, self.checksum, self._averaged = global_steps, sent["checksum"], averaged
+        self.version, self.checksum, self._averaged = version, sent["checksum"], averaged
         return {
             "sync/seconds": time.perf_counter() - started,
             "sync/bytes": float(sent.get("sync/bytes", 0)),
             "sync/changed": float(changed),
         }
 
-    def disconnect(self) -> None:
-        """Close the Trainer's end after a failed publish, so that replicas which still receive get an error at once."""
-        closing = [self.ranks.first("execute_checkpoint_engine", "close")]
-        results(closing, "closing the weight channel", self.deadlines.connect)
-        self._connected = []
+    def bring(self, targets: list[Replica], source: Replica | None) -> None:
+        """The current version to replicas that lack it, from one that holds it, or from the Trainer if none does.
 
-    def republish(self) -> None:
-        """Give the current version again, to replicas that were started anew."""
-        self.update_weights(self.version, averaged=self._averaged)
+        Raises:
+            As :meth:`publish`; also PublishError when the source holds other weights than were published.
+        """
+        version = self.version
+        send = self._trainer(version, self._averaged) if source is None else self._replica(version, source)
+        sent, acks = self._transfer(version, send, targets, f"bring-{next(self._numbers)}", source=source, keep=False)
+        check_acknowledgements(sent, acks, [replica.name for replica in targets])
+        if sent["checksum"] != self.checksum:
+            who = "the Trainer" if source is None else source.name
+            raise PublishError(f"version {version}: {who} sent checksum {sent['checksum']}, not {self.checksum}")
+
+    # ---- one transfer --------------------------------------------------------------------------------------
+
+    def _trainer(self, version: int, averaged: bool) -> Callable[[Place], list]:
+        return lambda place: self.ranks.call("publish_weights", version, averaged, place)
+
+    @staticmethod
+    def _replica(version: int, source: Replica) -> Callable[[Place], list]:
+        return lambda place: [source.workers[0].send_weights.remote(version, place)]
+
+    def _transfer(
+        self,
+        version: int,
+        send: Callable[[Place], list],
+        targets: list[Replica],
+        channel: str,
+        source: Replica | None = None,
+        keep: bool = True,
+    ) -> tuple[dict, list[dict]]:
+        """Submit both sides of a transfer and wait; returns what the source sent and the acknowledgements."""
+
+        def place(rank: int) -> Place:
+            master = {**self._where, "name": channel}
+            return Place(master=master, rank=rank, world=1 + len(targets), keep=keep)
+
+        workers = [target.workers[0] for target in targets]
+        sends = send(place(0))
+        takes = [worker.update_weights.remote(version, place(rank)) for rank, worker in enumerate(workers, start=1)]
+        try:
+            answers = self._answers(sends + takes, f"version {version} to {len(targets)} replicas")
+        except BaseException:
+            self._abort(workers if source is None else [source.workers[0], *workers], trainer=source is None)
+            # so that their next calls do not wait behind these; who does not end is found dead by its ping
+            ray.wait(sends + takes, num_returns=len(sends + takes), timeout=self.deadlines.ping.seconds)
+            raise
+        return answers[0], answers[len(sends) :]
+
+    def _answers(self, refs: list, doing: str) -> list:
+        """The answers, or the first error as soon as there is one."""
+        deadline: Deadline = self.deadlines.publish
+        end, pending = time.monotonic() + deadline.seconds, refs
+        while pending:
+            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=1.0)
+            ray.get(ready)
+            if pending and time.monotonic() > end:
+                raise TimeoutError(f"publishing {doing} took longer than {deadline}")
+        return ray.get(refs)
+
+    def _abort(self, workers: list, *, trainer: bool) -> None:
+        """End the transfer on all its ends."""
+        calls = [worker.abort_transfers.remote() for worker in workers]
+        calls += [self.ranks.first("abort_transfers")] if trainer else []
+        _, late = ray.wait(calls, num_returns=len(calls), timeout=self.deadlines.ping.seconds)
+        if late:
+            logger.warning("%d of %d ends of the weight channel do not answer", len(late), len(calls))

@@ -2,104 +2,141 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import ray
+from omegaconf import DictConfig
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from verl.single_controller.ray.base import RayResourcePool
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.ray_utils import auto_await
 from verl.workers.config import TrainingWorkerConfig
 
+from verl_digen.config.model import DiffusionModelConfig
 from verl_digen.config.plan import RunPlan
+from verl_digen.engine.transaction import StepRule
+from verl_digen.rollout.fleet import Fleet
 from verl_digen.rollout.replica import DiffusersReplica, DiffusionRolloutWorker
 from verl_digen.sync.calls import results
+from verl_digen.sync.ends import CONCURRENCY
 from verl_digen.sync.publisher import WeightPublisher
 from verl_digen.trainer.pools import ROLLOUT_POOL, TRAINER_POOL
 from verl_digen.trainer.worker import DiffusionActorWorker
 from verl_digen.trainer.workgroup import TrainerGroup
 
 
-def start_workers(trainer) -> None:
-    """Start all processes of both pools; nothing is loaded yet. Sets ``actor_rollout_wg`` and ``rollout_wg``."""
-    actor = omega_conf_to_dataclass(trainer.config.actor_rollout_ref.actor)
-    plan, digen = trainer.plan, trainer.plan.digen
-    bucket = trainer.config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
-    device = trainer.config.trainer.device
+@dataclass
+class Workers:
+    """Processes of both pools.
+
+    Attributes:
+        trainer: veRL's group of the Trainer's ranks.
+        rollout: of the replicas; None when they live in the Trainer's processes.
+        rollout_class: what a replica's process is made of.
+        rollout_pool: where they are.
+    """
+
+    trainer: RayWorkerGroup
+    rollout: RayWorkerGroup | None = None
+    rollout_class: RayClassWithInitArgs | None = None
+    rollout_pool: RayResourcePool | None = None
+
+
+class ReplicaProcesses:
+    """Starts processes of replicas again.
+
+    Args:
+        worker_class: see :class:`Workers`.
+        device: veRL's name of the device.
+    """
+
+    def __init__(self, worker_class: RayClassWithInitArgs, device: str):
+        self.worker_class, self.device = worker_class, device
+
+    def placed(self, replica: DiffusersReplica) -> bool:
+        """Whether the replica's place is on a node that is there."""
+        return replica.placed
+
+    def start(self, replica: DiffusersReplica) -> ray.ObjectRef:
+        """End the replica's process, start a new one, and return the reference of its loading the model."""
+        replica.respawn(self.worker_class, self.device)
+        return replica.workers[0].init_model.remote(replica.name)
+
+
+def start_workers(
+    config: DictConfig, plan: RunPlan, model: DiffusionModelConfig, rule: StepRule, pools: dict[str, RayResourcePool]
+) -> Workers:
+    """Start all processes of both pools; nothing is loaded yet."""
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    disaggregated = plan.digen.placement == "disaggregated"
+    bucket = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+    common = {"digen": plan.digen, "seed": plan.seed, "bucket_bytes": bucket}
     actor_class = RayClassWithInitArgs(
-        cls=ray.remote(DiffusionActorWorker),
+        cls=ray.remote(concurrency_groups=CONCURRENCY)(DiffusionActorWorker),
         config=TrainingWorkerConfig(
             model_type="diffusion_model",
-            model_config=trainer.model_config,
+            model_config=model,
             engine_config=actor.engine,
             optimizer_config=actor.optim,
             checkpoint_config=actor.checkpoint,
             profiler_config=None,
         ),
-        digen=digen,
-        rule=trainer.step_rule(),
+        rule=rule,
         with_reference=plan.with_reference,
-        seed=plan.seed,
-        colocated=not trainer.disaggregated,
-        bucket_bytes=bucket,
+        colocated=not disaggregated,
+        **common,
     )
-    pools = trainer.resource_pool_manager.resource_pool_dict
-    trainer.actor_rollout_wg = RayWorkerGroup(
-        resource_pool=pools[TRAINER_POOL], ray_cls_with_init=actor_class, bin_pack=False, device_name=device
-    )
-    trainer.ranks = TrainerGroup(trainer.actor_rollout_wg.workers)
-    if trainer.disaggregated:
-        trainer.rollout_class = RayClassWithInitArgs(
-            cls=ray.remote(DiffusionRolloutWorker),
-            model=trainer.model_config,
-            digen=digen,
-            seed=plan.seed,
-            bucket_bytes=bucket,
-        )
-        trainer.rollout_wg = RayWorkerGroup(
-            resource_pool=pools[ROLLOUT_POOL],
-            ray_cls_with_init=trainer.rollout_class,
-            bin_pack=False,
-            device_name=device,
+
+    def group(pool: RayResourcePool, worker_class: RayClassWithInitArgs) -> RayWorkerGroup:
+        return RayWorkerGroup(
+            resource_pool=pool, ray_cls_with_init=worker_class, bin_pack=False, device_name=config.trainer.device
         )
 
+    workers = Workers(trainer=group(pools[TRAINER_POOL], actor_class))
+    if disaggregated:
+        replica = ray.remote(concurrency_groups=CONCURRENCY)(DiffusionRolloutWorker)
+        workers.rollout_pool = pools[ROLLOUT_POOL]
+        workers.rollout_class = RayClassWithInitArgs(cls=replica, model=model, **common)
+        workers.rollout = group(workers.rollout_pool, workers.rollout_class)
+    return workers
 
-def init_models(trainer) -> None:
-    """Load both sides at the same time and tie them together. Sets ``replicas`` and ``checkpoint_manager``."""
-    rollout, plan = trainer.config.actor_rollout_ref.rollout, trainer.plan
-    trainer.replicas = [
-        DiffusersReplica(
-            replica_rank=rank,
-            config=rollout,
-            model_config=trainer.config.actor_rollout_ref.model,
-            gpus_per_node=rollout.n_gpus_per_node,
-        )
+
+def load_models(config: DictConfig, plan: RunPlan, workers: Workers, ranks: TrainerGroup) -> Fleet:
+    """Load both sides at the same time and tie them together; returns the replicas, which hold no version yet.
+
+    Raises:
+        ValueError: see :func:`check_loaded`.
+        TimeoutError: loading took too long.
+    """
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    replicas = [
+        DiffusersReplica(replica_rank=rank, config=rollout, model_config=model, gpus_per_node=rollout.n_gpus_per_node)
         for rank in range(plan.replicas)
     ]
-    loading = trainer.ranks.call("init_model")
-    if trainer.disaggregated:
-        loading = loading + [
-            worker.init_model.remote(f"replica{rank}") for rank, worker in enumerate(trainer.rollout_wg.workers)
-        ]
-    loaded = results(loading, "loading the model", plan.deadlines.load)
-    check_loaded(plan, trainer.model_config.attention_backend, loaded)
-    _launch_replicas(trainer)
-    trainer.checkpoint_manager = WeightPublisher(
-        omega_conf_to_dataclass(rollout.checkpoint_engine),
-        trainer.ranks,
-        trainer.replicas,
-        colocated=not trainer.disaggregated,
+    loading = ranks.call("init_model")
+    if workers.rollout is not None:
+        loading += [w.init_model.remote(r.name) for w, r in zip(workers.rollout.workers, replicas, strict=True)]
+    check_loaded(plan, model.attention_backend, results(loading, "loading the model", plan.deadlines.load))
+    asyncio.run(_launch(replicas, workers))
+    processes = None
+    if workers.rollout is not None:
+        processes = ReplicaProcesses(workers.rollout_class, config.trainer.device)
+    return Fleet(
+        replicas,
+        WeightPublisher(ranks, colocated=processes is None, deadlines=plan.deadlines),
+        processes=processes,
         deadlines=plan.deadlines,
+        max_retries=plan.digen.failure.max_retries,
     )
 
 
-@auto_await
-async def _launch_replicas(trainer) -> None:
-    for replica in trainer.replicas:
-        if trainer.disaggregated:
-            pool = trainer.resource_pool_manager.resource_pool_dict[ROLLOUT_POOL]
-            await replica.init_from_group(trainer.rollout_wg, pool)
+async def _launch(replicas: list[DiffusersReplica], workers: Workers) -> None:
+    for replica in replicas:
+        if workers.rollout is None:
+            await replica.init_hybrid(workers.trainer)
         else:
-            await replica.init_hybrid(trainer.actor_rollout_wg)
+            await replica.init_from_group(workers.rollout, workers.rollout_pool)
 
 
 def check_loaded(plan: RunPlan, attention_backend: str, loaded: list[dict[str, Any]]) -> None:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import ray
 import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
 from transfer_queue import KVBatchMeta
@@ -35,11 +33,9 @@ from verl_digen.engine.transaction import StepRule
 from verl_digen.models.adapter import check_adapter
 from verl_digen.models.family import Guidance, family_for
 from verl_digen.rollout.manager import RolloutPool
-from verl_digen.rollout.replica import DiffusersReplica
 from verl_digen.rollout.requests import TRAIN, PromptGroup, row_key
 from verl_digen.schedule.measure import Measured
 from verl_digen.schedule.tcss import StaleLedger
-from verl_digen.sync.calls import results
 from verl_digen.sync.publisher import PublishError
 from verl_digen.trainer import metrics as digen_metrics
 from verl_digen.trainer.about import file_logger_path, write_about
@@ -49,12 +45,13 @@ from verl_digen.trainer.pools import REWARD_POOL, ROLLOUT_POOL, TRAINER_POOL, Di
 from verl_digen.trainer.resume import ENGINE_FOLDER, find_checkpoint, run_state, save_run
 from verl_digen.trainer.rewards import DiffusionRewardLoopManager, build_rewards
 from verl_digen.trainer.runfolder import lock_folder, put_log_back, set_log_aside
-from verl_digen.trainer.startup import init_models, start_workers
+from verl_digen.trainer.startup import load_models, start_workers
 from verl_digen.trainer.step import StepOutcome, TrainingStep
 from verl_digen.trainer.timeline import StepTimes, bubble_metrics, learn, step_trace
 from verl_digen.trainer.tracefiles import write_step_trace
 from verl_digen.trainer.transferqueue import QueueWatch, own_controller
 from verl_digen.trainer.validate import Validator, dump_samples, load_metrics
+from verl_digen.trainer.workgroup import TrainerGroup
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -80,7 +77,6 @@ class DigenTrainer(PPOTrainer):
         self._times = StepTimes(started=time.time())
         self.measured = Measured()
         self.outputs = Outputs()
-        self._changing_replicas = threading.Lock()  # a publish and a replacement never overlap
 
     @property
     def logger(self) -> Tracking:
@@ -126,9 +122,11 @@ class DigenTrainer(PPOTrainer):
         write_about(self, rows)
         self._init_resource_pool_mgr()
         self.resource_pool_manager.create_resource_pool()
-        start_workers(self)
+        pools = self.resource_pool_manager.resource_pool_dict
+        self.workers = start_workers(self.config, self.plan, self.model_config, self.step_rule(), pools)
+        self.ranks = TrainerGroup(self.workers.trainer.workers)
         self.reward_loop_manager = DiffusionRewardLoopManager(config=self.config, rm_resource_pool=None)
-        init_models(self)
+        self.fleet = load_models(self.config, self.plan, self.workers, self.ranks)
         self.llm_server_manager = self.teacher_model_manager = None
         if resumed is not None:
             self.load_engines(resumed)
@@ -246,26 +244,12 @@ class DigenTrainer(PPOTrainer):
     def get_llm_client(self) -> RolloutPool:
         """What the rollout manager is built with."""
         return RolloutPool(
-            replicas=self.replicas,
-            restart=self._restart_replica if self.disaggregated else None,
+            replicas=self.fleet.replicas,
+            replace=self.fleet.replace if self.disaggregated else None,
             expected=self.expected_sampling,
             reward_restart=self.reward_loop_manager.restart,
             ledger=StaleLedger(self.plan.prompts, self.plan.max_stale_ratio, published=self.global_steps),
         )
-
-    def _restart_replica(self, replica: DiffusersReplica, worker) -> None:
-        """Called by the rollout manager when a replica died or hangs: a new process with the current weights."""
-        with self._changing_replicas:
-            if replica.workers[0] is worker:  # else a publish has met it as well
-                self._respawn(replica)
-                self.checkpoint_manager.republish()
-
-    def _respawn(self, replica: DiffusersReplica) -> None:
-        """A new process for a replica; it holds no published weights yet."""
-        logger.warning("restarting %s", replica.name)
-        replica.respawn(self.rollout_class, self.config.trainer.device)
-        loading = [replica.workers[0].init_model.remote(replica.name)]
-        results(loading, f"loading the model in {replica.name}", self.plan.deadlines.load)
 
     # ---- the loop's hooks ----------------------------------------------------------------------------------
 
@@ -285,7 +269,7 @@ class DigenTrainer(PPOTrainer):
         runner = TrainingStep(self.plan, self.ranks, self.agent_loop_manager)
         self.outcome = runner.run(
             groups,
-            version=self.checkpoint_manager.version,
+            version=self.fleet.version,
             training_step=self.global_steps,
             timing_raw=timing_raw,
             ahead=ahead,
@@ -329,36 +313,8 @@ class DigenTrainer(PPOTrainer):
         """Publish the current weights, between fragments; returns what the publisher says of it."""
         manager = getattr(self, "agent_loop_manager", None)  # built after the first publish
         between = manager.publishing(self.global_steps, averaged=averaged) if manager else nullcontext()
-        with between, self._changing_replicas:
-            return self._update_weights(averaged)
-
-    def _update_weights(self, averaged: bool) -> dict[str, float]:
-        """Replicas that died meanwhile are replaced, a bounded number of times."""
-        for attempt in range(self.plan.digen.failure.max_retries + 1):
-            try:
-                return self.checkpoint_manager.update_weights(self.global_steps, averaged=averaged)
-            except (ray.exceptions.RayError, TimeoutError) as error:
-                if not self.disaggregated:
-                    raise
-                self.checkpoint_manager.disconnect()
-                dead = self._dead_replicas()
-                if not dead or attempt == self.plan.digen.failure.max_retries:
-                    raise
-                logger.warning("publishing version %d failed: %s", self.global_steps, error)
-                for replica in dead:
-                    self._respawn(replica)
-
-    def _dead_replicas(self) -> list[DiffusersReplica]:
-        """Replicas that do not answer."""
-        waiting = {replica.workers[0].ping.remote(): replica for replica in self.replicas}
-        ready, late = ray.wait(list(waiting), num_returns=len(waiting), timeout=self.plan.deadlines.ping.seconds)
-        dead = [waiting[ref] for ref in late]
-        for ref in ready:
-            try:
-                ray.get(ref)
-            except ray.exceptions.RayActorError:
-                dead.append(waiting[ref])
-        return dead
+        with between:
+            return self.fleet.publish(self.global_steps, averaged)
 
     def _groups_of_step(self, step: int) -> list[PromptGroup]:
         epoch, places = batch_indices(

@@ -49,7 +49,7 @@ class Validator:
         everything = {s for g in groups for s in g.samples}
         self.manager.generate_sequences(
             groups,
-            version=trainer.checkpoint_manager.version,
+            version=trainer.fleet.version,
             training_step=max(trainer.global_steps, 1),
             keep_pixels=everything if dump_dir or trainer.validation_metrics else set(shown),
             batch_size=self._batch_size(),

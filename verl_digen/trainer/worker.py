@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transfer_queue as tq
-from torch.distributed.tensor import DTensor
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
@@ -27,8 +25,8 @@ from verl_digen.models.precision import constants
 from verl_digen.platform.memory import peak_memory_bytes, reset_peak_memory
 from verl_digen.rollout.replica import RolloutRole
 from verl_digen.rollout.requests import Fragment, row_key
-from verl_digen.sync.channel import DigenCheckpointEngine
-from verl_digen.sync.checksum import computed_with, tensors_checksum
+from verl_digen.sync.checksum import computed_with
+from verl_digen.sync.ends import Place, WeightEnd, counted, summary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +52,7 @@ class TrainFragment:
     stale: frozenset[tuple[str, int]] = frozenset()
 
 
-class DiffusionActorWorker(RolloutRole, TrainingWorker):
+class DiffusionActorWorker(RolloutRole, WeightEnd, TrainingWorker):
     """A rank of the training worker group.
 
     Args:
@@ -93,13 +91,12 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
         self._paused = False
         self._commits = 0
         self._published: tuple[int, bool, int] = (-1, False, 0)
-        self.checkpoint_engine = DigenCheckpointEngine(
-            bucket_bytes, is_master=dist.get_rank() == 0, timeout_s=digen.failure.sync_timeout_s
-        )
+        self.init_end(bucket_bytes, Deadlines.of(digen.failure))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, Any]:
         """Build the engine, and the replica in colocated placement."""
+        self.use_device()
         self.engine.initialize()
         self.tile_size = TileSize.of(self.digen.tsp, self.engine.device, self.engine.family.synchronize)
         tq.init()
@@ -269,67 +266,50 @@ class DiffusionActorWorker(RolloutRole, TrainingWorker):
 
     # ---- weights -------------------------------------------------------------------------------------------
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
-    def execute_checkpoint_engine(self, method: str, *args, **kwargs):
-        """Call ``method`` of this end of the weight channel."""
-        return getattr(self.checkpoint_engine, method)(*args, **kwargs)
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def publish_weights(self, global_steps: int, averaged: bool = False) -> dict[str, Any]:
-        """Give version ``global_steps`` to the replicas: to the own one when colocated, else through the channel.
+    def publish_weights(self, global_steps: int, averaged: bool = False, place: Place | None = None) -> dict[str, Any]:
+        """Give version ``global_steps`` to replicas: to the own one when colocated, else through a channel.
 
         Args:
             averaged: publish the EMA weights.
+            place: of rank 0 in the channel.
 
         Returns:
             checksum and number of the tensors published; the own replica's acknowledgement when colocated.
         """
         if self.transaction is not None:
-            return self._republish(global_steps, averaged)
+            return self._republish(global_steps, averaged, place)
         context = self.engine.averaged_weights() if averaged else nullcontext()
         with self.engine.eval_mode(), context, torch.no_grad():
-            tensors, _ = self.engine.get_per_tensor_param()
-            sent = self._publish(tensors, global_steps)
+            sent = self._publish(global_steps, place)
         self._published = (global_steps, averaged, self._commits)
         return sent
 
-    def _republish(self, version: int, averaged: bool) -> dict[str, Any]:
+    def _republish(self, version: int, averaged: bool, place: Place | None) -> dict[str, Any]:
         """Within an open transaction the weights are still those of the last publish, unless a commit came between."""
         if self._published != (version, averaged, self._commits):
             raise TransactionError(
                 f"version {version} cannot be published again: {self._commits - self._published[2]} commit(s) have "
-                "changed the weights since. A replica can be restarted in the middle of a streaming step only with one "
-                "logical batch per step (actor_rollout_ref.actor.ppo_mini_batch_size = data.train_batch_size)"
+                "changed the weights since. When no replica holds them any more, they can be had only with one logical "
+                "batch per step (actor_rollout_ref.actor.ppo_mini_batch_size = data.train_batch_size)"
             )
         with self.engine.sharded(), torch.no_grad():
-            return self._publish(self.engine.get_per_tensor_param()[0], version)
+            return self._publish(version, place)
 
-    def _publish(self, tensors, version: int) -> dict[str, Any]:
+    def _publish(self, version: int, place: Place | None) -> dict[str, Any]:
         sums: list[int] = []
-
-        def counted():
-            for name, tensor in tensors:
-                sums.append(tensors_checksum([(name, tensor)]))
-                yield name, tensor
-
-        out: dict[str, Any] = {}
+        tensors, _ = self.engine.get_per_tensor_param()
         if self.colocated:
-            checksum, count = self.sampler.load_weights(counted(), version)
-            out["ack"] = {"replica": self._replica_name, "version": version, "checksum": checksum, "tensors": count}
-        elif dist.get_rank() == 0:
-            out |= asyncio.run(self.checkpoint_engine.send_weights(counted(), version))
-        else:
-            for _ in counted():  # every rank takes part in gathering each tensor
+            checksum, count = self.sampler.load_weights(counted(tensors, sums), version)
+            ack = {"replica": self._replica_name, "version": version, "checksum": checksum, "tensors": count}
+            return {"ack": ack, **summary(sums, version)}
+        try:
+            if dist.get_rank() == 0:
+                return self.send(tensors, version, place)
+        finally:
+            for _ in tensors:  # every rank takes part in gathering each tensor, whatever became of the transfer
                 continue
-        return out | {"checksum": sum(sums) % (1 << 64), "tensors": len(sums), "version": version}
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def fingerprint(self) -> int:
-        """Checksum of the whole trained weights in the master dtype (the same on every rank)."""
-        return tensors_checksum(
-            (name, p.full_tensor() if isinstance(p, DTensor) else p)
-            for name, p in ((n, p.detach()) for n, p in self.engine.named_trainable())
-        )
+        return {}
 
 
 def _by_cells(started: float, ended: float, cells: list[int]) -> list[tuple[float, float, int]]:
