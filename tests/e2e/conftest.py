@@ -23,17 +23,21 @@ def digits_dir(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cluster(digits_dir):
-    """A local Ray cluster that declares 16 GPUs, and a TransferQueue on it."""
+def nodes(digits_dir):
+    """A Ray cluster of one node that declares 16 GPUs; tests may add nodes to it."""
     import ray
-    import transfer_queue as tq
+    from ray.cluster_utils import Cluster
 
-    ray.init(
-        num_cpus=32,
-        num_gpus=16,
+    head = {
+        "num_cpus": 32,
+        "num_gpus": 16,
+        "include_dashboard": False,
         # every process costs seconds of a core: start none ahead of its use
-        _system_config={"prestart_worker_first_driver": False, "enable_worker_prestart": False},
-        include_dashboard=False,
+        "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
+    }
+    nodes = Cluster(initialize_head=True, head_node_args=head)
+    ray.init(
+        address=nodes.address,
         log_to_driver=bool(os.environ.get("E2E_LOGS")),
         runtime_env={
             "env_vars": {
@@ -46,11 +50,20 @@ def cluster(digits_dir):
             }
         },
     )
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+
+
+@pytest.fixture(scope="session")
+def cluster(nodes, digits_dir):
+    """The cluster with a TransferQueue on its first node."""
+    import transfer_queue as tq
+
     config = compose(digits_dir, Path("unused"), [])
     tq.init(config.transfer_queue)
-    yield
+    yield nodes
     tq.close()
-    ray.shutdown()
 
 
 def _launcher(digits_dir: Path, folder: Path):

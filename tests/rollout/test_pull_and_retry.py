@@ -504,3 +504,31 @@ def test_a_validation_of_any_size_is_cut_as_it_says(build):
 def test_distillation_teachers_are_refused():
     with pytest.raises(ValueError, match="distillation"):
         DiffusionRolloutManager.create(None, None, teacher_client=object())
+
+
+def test_pixels_that_are_lost_with_their_node_are_generated_again(build):
+    """The judge is not to blame: it is not replaced, and the attempt is the fragment's."""
+    lost = failing_first(2, ray.exceptions.ObjectLostError("00" * 28, "owner", "call site"))
+    setup = build(replicas=2, reward=FakeReward(lost))
+    results = collect(setup.manager, groups())
+    assert all([s.j for s in result.samples] == [0, 1, 2, 3] for result in results)
+    assert setup.reward_restarts == [] and setup.restarts == []
+    assert sum(taken(setup)) == 6 + 2
+
+    always = build(reward=FakeReward(failing_first(100, ray.exceptions.ObjectLostError("00" * 28, "owner", "site"))))
+    with pytest.raises(RolloutError, match="replica0: its pixels were lost with its node"):
+        collect(always.manager, groups())
+
+
+def test_a_replica_that_is_away_for_long_keeps_no_fragment(build):
+    """Its fragments go to the other one while it is being replaced, which takes until the end of the test."""
+    setup = build(replicas=2, behave=(failing_first(100, ray.exceptions.RayActorError()),))
+    asked = []
+
+    async def never(replica, worker):
+        asked.append(replica.name)
+        await asyncio.Event().wait()
+
+    setup.manager._dispatcher._replace = never
+    assert len(collect(setup.manager, groups())) == 3
+    assert asked == ["replica0"] and taken(setup) == [0, 6]

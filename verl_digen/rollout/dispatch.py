@@ -140,8 +140,7 @@ class Dispatcher:
             await self._failed(seat, worker, book, order, error)
             return
         self._count(seat, outstanding=seat.outstanding - 1)
-        if book.queue.finished(order.claim):
-            self._delivered(book, order, report, pixels_ref)
+        self._delivered(book, order, report, pixels_ref)
         for _ in range(QUEUE_DEPTH):
             self._pull(seat)
 
@@ -183,12 +182,21 @@ class Dispatcher:
 
     async def _failed(self, seat: Seat, worker, book: GroupBook, order: Order, error: Exception) -> None:
         """Have the fragment generated again, replace the replica if it is gone or stuck, or end the step."""
-        fragment, name = order.fragment, seat.replica.name
         gone = isinstance(error, ray.exceptions.RayActorError | asyncio.TimeoutError)
         what = "timed out" if isinstance(error, asyncio.TimeoutError) else f"{type(error).__name__}: {short(error)}"
-        failures = book.failed(order, f"{name}: {what}")
-        logger.warning("fragment %s [%s] failed: %s", fragment.fragment_id, named(fragment.samples), failures[-1])
-        if len(failures) > self.max_retries or (gone and self._replace is None):
+        if gone and self._replace is None:
+            self.again(book, order, f"{seat.replica.name}: {what}", final=True)
+            return
+        if gone and seat.serving and seat.replica.workers[0] is worker:  # else another fragment of it has seen to that
+            self._count(seat, serving=False)
+            self._spawn(self._replaced(seat, worker))  # which may take long: the others have its fragment meanwhile
+        self.again(book, order, f"{seat.replica.name}: {what}")
+
+    def again(self, book: GroupBook, order: Order, what: str, *, final: bool = False) -> None:
+        """Have a fragment generated again, or end the step when its attempts are used up (or this one is ``final``)."""
+        fragment, failures = order.fragment, book.failed(order, what)
+        logger.warning("fragment %s [%s] failed: %s", fragment.fragment_id, named(fragment.samples), what)
+        if final or len(failures) > self.max_retries:
             self._fail(
                 RolloutError(
                     f"fragment {fragment.fragment_id} with samples {named(fragment.samples)} failed {len(failures)} "
@@ -196,9 +204,6 @@ class Dispatcher:
                 )
             )
             return
-        if gone and seat.serving and seat.replica.workers[0] is worker:  # else another fragment of it has seen to that
-            self._count(seat, serving=False)
-            self._spawn(self._replaced(seat, worker))  # which may take long: the others have its fragment meanwhile
         book.queue.give_back(order.claim)
         self._restart_orphans()
         self.fill()

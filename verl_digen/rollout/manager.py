@@ -26,6 +26,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+
 from verl_digen.config.digen import DigenConfig, parse_digen
 from verl_digen.diffusion.noise import check_distinct
 from verl_digen.rollout.book import GroupBook, Order
@@ -288,20 +290,28 @@ class DiffusionRolloutManager:
         check_distinct(report.noise_hashes, report.samples, self.digen.sampling.same_noise and not fragment.validate)
 
     def _delivered(self, book: GroupBook, order: Order, report: FragmentReport, pixels_ref) -> None:
-        if not order.fragment.validate:
-            self._activity.reports.append(report)
         self._spawn(self._score(book, order, report, pixels_ref))
 
     async def _score(self, book: GroupBook, order: Order, report: FragmentReport, pixels_ref) -> None:
-        """Have a fragment scored; pixels go from the replica to the reward worker, not through the driver."""
-        scores, scoring = await self._scorer.score(report, pixels_ref)
+        """Have a fragment scored; pixels go from the replica to the reward worker, not through the driver.
+
+        It counts as generated when it is scored: its pixels are on the replica's node, and are lost with it.
+        """
+        try:
+            scores, scoring = await self._scorer.score(report, pixels_ref)
+            wanted = [(i, s) for i, s in enumerate(report.samples) if s in self._keep_pixels]
+            data = await value_of(pixels_ref) if wanted else None
+        except ray.exceptions.ObjectLostError:
+            self._dispatcher.again(book, order, f"{report.replica}: its pixels were lost with its node")
+            return
+        if not book.queue.finished(order.claim):  # its group starts over
+            self._dispatcher.fill()
+            return
         if not order.fragment.validate:
+            self._activity.reports.append(report)
             self._activity.scorings.append(scoring)
-        wanted = [(i, s) for i, s in enumerate(report.samples) if s in self._keep_pixels]
-        if wanted:
-            data = await value_of(pixels_ref)
-            for i, sample in wanted:
-                self._keep_pixels.discard(sample)
-                self.pixels[sample] = data.batch["pixels"][i].numpy()
+        for i, sample in wanted:
+            self._keep_pixels.discard(sample)
+            self.pixels[sample] = data.batch["pixels"][i].numpy()
         for group in book.take_in(order, report, scores):
             self._done.put((book, order.claim.step, group))

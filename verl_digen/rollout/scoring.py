@@ -55,6 +55,7 @@ class Scorer:
 
         Raises:
             RolloutError: the retries are used up; every attempt is named.
+            ray.exceptions.ObjectLostError: the pixels are gone.
         """
         failures: list[str] = []
         while True:
@@ -63,6 +64,8 @@ class Scorer:
             try:
                 scores = await self._ask(judge, len(report.samples), pixels_ref)
                 return scores, Scoring(report.fragment_id, judge.index, len(report.samples), started, time.time())
+            except ray.exceptions.ObjectLostError:  # no other worker can score pixels that are gone
+                raise
             except Exception as error:  # noqa: BLE001 - counted, and raised when the retries are used up
                 what = "timed out" if isinstance(error, asyncio.TimeoutError) else short(error)
                 failures.append(f"reward worker {judge.index}: {what}")
