@@ -154,7 +154,7 @@ class Process:
         for answer in lost:
             answer.set_exception(ray.exceptions.RayActorError())
         if self.gloo:  # the kernel closes the sockets of a process
-            for end in self.body._ends.values():
+            for end in list(self.body._ends.values()):
                 end.abort()
 
 
