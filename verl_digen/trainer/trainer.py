@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import ray
 import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
 from transfer_queue import KVBatchMeta
