@@ -120,7 +120,7 @@ class Driver:
         ]
         pool = RolloutPool(
             replicas=self.replicas,
-            restart=self._restart,
+            replace=self._replace,
             expected={"train": {}, "validation": {}},
             reward_restart=lambda index: None,
             ledger=StaleLedger(P, ratio, published=published),
@@ -129,6 +129,9 @@ class Driver:
 
     def _line(self, name):
         return Line(name, self.version, self.seconds, self.dies)
+
+    async def _replace(self, replica, worker):
+        await asyncio.get_running_loop().run_in_executor(None, self._restart, replica, worker)
 
     def _restart(self, replica, worker):
         with self.lock:
