@@ -77,7 +77,7 @@ class Trainer:
         self.logger = SimpleNamespace(logger={})
 
 
-@pytest.mark.parametrize("prompt", ["$5 and $6", "$", "a_{b^{c", "line\nbreak", "\\frac{", "七", "a\tb\x07"])
+@pytest.mark.parametrize("prompt", ["$5 and $6", "$", "$a_{b^{c$ and $", "a_{b^{c", "line\nbreak", "\\frac{", "七", "a\tb\x07"])
 def test_a_prompt_in_a_picture_is_text(prompt, tmp_path):
     figure = draw_grid([np.zeros((8, 8, 1), np.uint8)] * 2, [(prompt, 0.5)] * 2, "step $1$ $")
     figure.savefig(tmp_path / "grid.png")
@@ -148,7 +148,7 @@ class Backend:
 def test_a_logger_that_fails_does_not_end_the_run_nor_stop_the_others(caplog):
     full, sound = Backend(), Backend()
     trainer = DigenTrainer.__new__(DigenTrainer)
-    trainer.outputs = Outputs()
+    trainer.outputs, trainer.config = Outputs(), SimpleNamespace(trainer=SimpleNamespace(logger=["console"]))
     assert getattr(trainer, "logger", None) is None  # main_ppo asks so when construction failed
     trainer.logger = SimpleNamespace(logger={"file": full, "console": sound})
     loggers = trainer.logger.logger

@@ -27,16 +27,17 @@ class Probe:
 @pytest.mark.parametrize(
     "wait",
     [
-        lambda: queue.Queue().get(timeout=60),
-        lambda: threading.Event().wait(60),
-        lambda: Future().result(timeout=60),  # how TransferQueue's own calls wait
-        lambda: threading.Event().wait(),
+        lambda: queue.Queue().get(timeout=20),
+        lambda: threading.Event().wait(20),
+        lambda: Future().result(timeout=20),  # how TransferQueue's own calls wait
     ],
 )
 def test_a_lost_queue_ends_what_the_main_thread_waits_for(wait):
     before, probe = signal.getsignal(signal.SIGUSR1), Probe(2)
-    with pytest.raises(TransferQueueError, match=r"is gone \(RuntimeError: The actor died\)"), QueueWatch(probe, 0.01):
+    gone = r"is gone \(RuntimeError: The actor died\)"
+    with pytest.raises(TransferQueueError, match=gone) as caught, QueueWatch(probe, 0.01):
         wait()
+    assert isinstance(caught.value.__context__, KeyboardInterrupt)  # the wait was cut short
     assert probe.asked == 3 and signal.getsignal(signal.SIGUSR1) == before
 
 
