@@ -77,7 +77,9 @@ class Trainer:
         self.logger = SimpleNamespace(logger={})
 
 
-@pytest.mark.parametrize("prompt", ["$5 and $6", "$", "$a_{b^{c$ and $", "a_{b^{c", "line\nbreak", "\\frac{", "七", "a\tb\x07"])
+@pytest.mark.parametrize(
+    "prompt", ["$5 and $6", "$", "$a_{b^{c$", "a_{b^{c", "line\nbreak", "\\frac{", "七", "a\tb\x07"]
+)
 def test_a_prompt_in_a_picture_is_text(prompt, tmp_path):
     figure = draw_grid([np.zeros((8, 8, 1), np.uint8)] * 2, [(prompt, 0.5)] * 2, "step $1$ $")
     figure.savefig(tmp_path / "grid.png")
