@@ -100,12 +100,12 @@ DIGEN = {
     "tsp.enable": "null: as the preset says, off without one. "
     "A tile may span several transitions of a sample. Off: a tile holds samples at one transition.",
     "tsp.max_cells": "Most cells (sample × transition) in one forward and backward; null sets no limit. Read "
-    "with TSP off too. A tile that does not fit into memory is cut and run again.",
-    "tsp.auto": "Search for the number of cells while training: from 1, doubled until a doubling gains less than 3 % "
-    "or no longer fits; `max_cells` stays the limit. The size depends on measured times, so a resumed run is no longer "
-    "equal bit for bit.",
-    "tsp.memory_fraction": "Share of the device's memory that a tile may fill during the search. Refused with "
-    "`auto=false`.",
+    "with TSP off too.",
+    "tsp.auto": "Search for the number of cells before the first step: from 1, doubled until a doubling gains less "
+    "than 3 % or no longer fits; `max_cells` stays the limit. Off: as many as fit. The size depends on measured times, "
+    "so two runs may differ in rounding.",
+    "tsp.memory_fraction": "Share of a device's memory that the largest tile may fill; more counts as out of memory. "
+    "Not read on a CPU.",
     "tsp.reduce": "Gradients are reduced over the ranks once per `transaction`, and are whole on every rank until "
     "then; or after every `tile`, which needs less memory and more communication.",
     "tcss.enable": "Replicas begin groups of the next step with the weights they hold while this step still trains and "

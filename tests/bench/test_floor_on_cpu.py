@@ -96,7 +96,6 @@ class _Engine:
     """What a transaction needs of the engine, around the floor's own transformer, without ranks or FSDP."""
 
     device, master_dtype, ema = torch.device("cpu"), torch.float64, None
-    gathers = None
     may_stay_whole = whole = False
 
     def __init__(self, loop: FloorLoop, model_path: str):
@@ -110,11 +109,14 @@ class _Engine:
         yield self.reference
 
     @contextmanager
-    def gradient_sync(self, enabled: bool):
+    def tile(self, reduce: bool):
         yield
 
-    def shard(self) -> None:
+    def begin_tile(self) -> None:
         pass
+
+    def trainable_parameters(self):
+        return self.module.parameters()
 
 
 def _sample_rows(spec: FloorSpec, rollout, advantages):
@@ -154,7 +156,6 @@ def test_the_gradient_is_that_of_a_transaction(compose, one_rank, overrides):
     """Same trajectories and advantages: gradients of the two writings agree to 1e-9 in float64."""
     from verl_digen.diffusion.losses import FlowGRPOConfig
     from verl_digen.engine.tiles import cells_of_rank
-    from verl_digen.engine.tilesize import TileSize
     from verl_digen.engine.transaction import StepRule, Transaction
     from verl_digen.models.family import Guidance
 
@@ -184,10 +185,9 @@ def test_the_gradient_is_that_of_a_transaction(compose, one_rank, overrides):
     rows = list(_sample_rows(spec, rollout, advantages))
     transitions = len(rows[0].starts)
     cells = len(rows) * transitions
-    size = TileSize(max_cells=None, auto=False, memory_fraction=0.9, device=torch.device("cpu"))
-    transaction = Transaction(_Engine(loop, spec.model), rule, size, planned_cells=cells, on_policy=True)
-    tiles, largest = cells_of_rank(len(rows), transitions, rank=0, ranks=1, max_cells=cells, tsp=False)
-    transaction.accumulate(rows, tiles, largest=largest, idle_row=rows[0], last=True)
+    transaction = Transaction(_Engine(loop, spec.model), rule, planned_cells=cells, on_policy=True)
+    tiles = cells_of_rank(len(rows), transitions, rank=0, ranks=1, max_cells=cells, tsp=False)
+    transaction.accumulate(rows, tiles, idle_row=rows[0], last=True)
     theirs = torch.cat([p.grad.flatten() for p in loop.model.parameters() if p.grad is not None])
     assert own.shape == theirs.shape
     assert float((own - theirs).norm() / theirs.norm()) < 1e-9

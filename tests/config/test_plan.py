@@ -91,12 +91,14 @@ def test_rows_tell_the_plan(plan):
     rows = text(*DISAGGREGATED, f"{D}.preset=digen", f"{D}.tsp.max_cells=64", f"{D}.accelerator_type.rollout=L4")
     assert rows["mode"] == "disaggregated + GAP + TSP" and rows["Generator pool"] == "1 replicas of L4"
     assert (
-        rows["tile"] == "samples x transitions, at most 64 cells" and "ratio exactly 1" in rows["anchor of the ratio"]
+        rows["tile"].startswith("samples x transitions, at most 64 cells")
+        and "ratio exactly 1" in rows["anchor of the ratio"]
     )
     assert "rollout log-probs" in text("actor_rollout_ref.actor.ppo_epochs=2")["anchor of the ratio"]
     assert text("actor_rollout_ref.model.lora_rank=4")["fine-tuning"] == "LoRA rank 4"
     assert "falls back to one-shot" in text(*GLOBAL_WITH_KL)["note"]
-    assert "searched for within 50%" in text(f"{D}.tsp.auto=true", f"{D}.tsp.memory_fraction=0.5")["tile"]
+    searched = text(f"{D}.tsp.auto=true", f"{D}.tsp.memory_fraction=0.5")["tile"]
+    assert "within 50% of a device's memory, fewer where that is faster" in searched
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------

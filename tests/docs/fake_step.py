@@ -12,7 +12,7 @@ from verl_digen.diffusion.losses import FlowGRPOConfig, compute_loss, summarise_
 # summed up by the engine's transaction and by the worker around it (engine/transaction.py, trainer/worker.py)
 COMMIT_EXTRAS = (
     *("log_prob_gap_mean", "log_prob_gap_max", "grad_norm", "lr", "commit_s", "commit_started", "commit_ended"),
-    *("peak_memory_gb", "tile_cells", "tile_splits"),
+    *("peak_memory_gb", "tile_cells"),
 )
 SYNC = ("sync/seconds", "sync/bytes", "sync/changed")
 

@@ -21,8 +21,6 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine import EngineRegistry
 
 from verl_digen.config.plan import resolve_plan
-from verl_digen.engine import transaction
-from verl_digen.engine.tilesize import TileSize
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -109,7 +107,6 @@ def _reset(worker, rule, digen) -> None:
     for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     worker.rule, worker.digen = rule, digen
-    worker.tile_size = TileSize.of(digen.tsp, engine.device, engine.family.synchronize)
     worker.transaction = None
 
 
@@ -147,7 +144,7 @@ def _whole_weights(worker) -> dict[str, torch.Tensor]:
 
 
 def _parameter_gathers(worker) -> tuple[int, int]:
-    return worker.engine.gathers.count, len(list(worker.engine._fsdp_modules()))
+    return worker.engine.collectives.gathers, len(list(worker.engine._fsdp_modules()))
 
 
 def _configure_sampler(worker, digen) -> None:
@@ -157,21 +154,10 @@ def _configure_sampler(worker, digen) -> None:
 def _shorten_memory(worker, cells: int | None, where: str) -> None:
     """On a training worker: more than ``cells`` cells do not fit; None: all do.
 
-    Noticed before the tile, or in the middle of the model's forward or backward.
+    Noticed in the middle of the model's forward or backward.
     """
     if cells is None:
         worker._enough_memory()
-        return
-    if where == "before":
-        real = transaction.gather_tile
-
-        def too_large(rows, tile, **options):
-            if len(tile) > cells:
-                raise torch.OutOfMemoryError("no room")
-            return real(rows, tile, **options)
-
-        transaction.gather_tile = too_large
-        worker._enough_memory = lambda: setattr(transaction, "gather_tile", real)
         return
 
     def cramped(module, inputs, output):
@@ -261,6 +247,7 @@ class Run:
         self.manager.__dict__.pop("next_group", None)
         if resumed is not None:
             trainer.load_engines(resumed)
+        trainer.tile_size = trainer._tile_size()
         trainer.on_init_end()  # publishes the weights
         return self
 

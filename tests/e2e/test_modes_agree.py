@@ -138,20 +138,33 @@ def test_weights_after_three_steps(one, request, references, tuning, placed, cas
             assert step["actor/ratio_max_dev"] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("tuning", "where"),
-    [("full", "before"), ("full", "forward"), ("full", "backward"), ("whole", "backward"), ("lora", "backward")],
-)
-def test_a_rank_whose_memory_is_short_cuts_its_tiles(one, pools, references, tuning, where):
-    """One of two ranks fails in the middle of a tile: it takes part in the rest of the other's and tries again."""
-    reference, _, _ = reference_of(references, one, "lora" if tuning == "lora" else "full", "kl, window")
+@pytest.mark.parametrize(("tuning", "where"), [("full", "backward"), ("whole", "forward")])
+def test_a_rank_that_runs_out_of_memory_repeats_the_batch_in_smaller_tiles(one, pools, references, tuning, where):
+    """One of two ranks fails in the middle of a tile of 12 cells, then of 6: the rows are still there."""
+    reference, _, _ = reference_of(references, one, "full", "kl, window")
     run = pools.again(*CASES["kl, window"], GAP, TSP, f"{FRAGMENT}12", tuning=TUNING[tuning])
-    run.shorten_memory(1, 2, where)
+    run.shorten_memory(1, 3, where)
+    run.fit()
+    assert relative_difference(reference, run.weights()) <= TOLERANCE
+    steps = run.steps()
+    assert [s["actor/tile_cells"] for s in steps] == [2, 2, 2] or [s["actor/tile_cells"] for s in steps] == [3, 3, 3]
+    assert steps[0]["actor/repeated_batches"] > 0 == steps[1]["actor/repeated_batches"]
+    assert largest_tile(run) <= 3
+    again = run.trainer._tile_size()  # as a run that starts in this folder would
+    assert again.known and again.cells == steps[-1]["actor/tile_cells"]
+    run.shorten_memory(1, None)
+
+
+def test_a_dry_run_finds_the_size(one, pools, references):
+    reference, _, _ = reference_of(references, one, "full", "plain")
+    run = pools.again(*CASES["plain"], TSP, "trainer.v1.digen.tsp.auto=true", tuning=TUNING["full"])
+    run.shorten_memory(1, 5, "forward")
+    run.trainer._find_tile_size()
+    assert run.trainer.tile_size.known and 1 <= run.trainer.tile_size.cells <= 4
     run.fit()
     run.shorten_memory(1, None)
     assert relative_difference(reference, run.weights()) <= TOLERANCE
-    assert max(s["actor/tile_splits"] for s in run.steps()) > 0
-    assert largest_tile(run) <= 2  # of both ranks
+    assert max(s["actor/repeated_batches"] for s in run.steps()) == 0
 
 
 def test_the_references_differ(references):

@@ -14,7 +14,6 @@ from verl_digen.config.model import DiffusionModelConfig
 from verl_digen.diffusion.losses import FlowGRPOConfig
 from verl_digen.engine.diffusers_fsdp import DiffusersFSDPEngine
 from verl_digen.engine.tiles import SampleRow, cells_of_rank
-from verl_digen.engine.tilesize import TileSize
 from verl_digen.engine.transaction import StepRule, Transaction
 from verl_digen.models.digits import ASSETS
 from verl_digen.models.family import Guidance
@@ -36,6 +35,7 @@ class Options:
     model: dict = field(default_factory=dict)
     digen: dict = field(default_factory=dict)
     optim: dict = field(default_factory=dict)
+    fsdp: dict = field(default_factory=dict)
     reference: bool = False
     contents: tuple = ("model", "optimizer", "extra")
 
@@ -56,7 +56,7 @@ def build_engine(options: Options) -> DiffusersFSDPEngine:
     optim = {"lr": 1e-3, "weight_decay": 1e-2, "clip_grad": 1.0, "total_training_steps": 10, **options.optim}
     engine = DiffusersFSDPEngine(
         model_config=options.model_config,
-        engine_config=FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False),
+        engine_config=FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, **options.fsdp),
         optimizer_config=FSDPOptimizerConfig(**optim),
         checkpoint_config=CheckpointConfig(save_contents=list(options.contents)),
     )
@@ -119,30 +119,20 @@ def rule(**changes) -> StepRule:
     return replace(base, **changes)
 
 
-def tile_size(max_cells: int | None = None, **options) -> TileSize:
-    options = {"auto": False, "memory_fraction": 0.9, **options}
-    return TileSize(max_cells=max_cells, device=torch.device("cpu"), **options)
-
-
-def open_transaction(
-    engine, step_rule: StepRule, size: TileSize | None = None, *, cells: int = 8, **options
-) -> Transaction:
+def open_transaction(engine, step_rule: StepRule, *, cells: int = 8, **options) -> Transaction:
     engine.module.train()
-    return Transaction(engine, step_rule, size or tile_size(), planned_cells=cells, **{"on_policy": True, **options})
+    return Transaction(engine, step_rule, planned_cells=cells, **{"on_policy": True, **options})
 
 
-def accumulate(transaction: Transaction, rows, *, idle: int = 0, last: bool = False) -> None:
-    """As the only rank, and with ``idle`` empty tiles at the end."""
+def accumulate(
+    transaction: Transaction, rows, max_cells: int | None = None, *, idle: int = 0, last: bool = False, rank=0, ranks=1
+) -> None:
+    """A rank's share of the rows, with ``idle`` empty tiles at the end."""
     rows = list(rows)
-    tiles, largest = cells_of_rank(
-        len(rows),
-        len(rows[0].starts),
-        rank=0,
-        ranks=1,
-        max_cells=transaction.tile_size.cells,
-        tsp=transaction.rule.tsp,
+    tiles = cells_of_rank(
+        len(rows), len(rows[0].starts), rank=rank, ranks=ranks, max_cells=max_cells or 1000, tsp=transaction.rule.tsp
     )
-    transaction.accumulate(rows, tiles + [[]] * idle, largest=largest, idle_row=rows[0], last=last)
+    transaction.accumulate(rows, tiles + [[]] * idle, idle_row=rows[0], last=last)
 
 
 def gradients(engine) -> dict[str, torch.Tensor]:

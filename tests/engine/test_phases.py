@@ -6,18 +6,18 @@ is read without waiting for the device is short by its last pass, and the next o
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from tests.clock import Clock
 from tests.engine.harness import STEPS, Options, build_engine, build_sampler, fragment, open_transaction, rule, to_rows
-from verl_digen.engine.tilesize import TileSize
+from verl_digen.config.digen import TspConfig
+from verl_digen.engine.tilesize import DryRun
 from verl_digen.models import emulated
 from verl_digen.models.emulated import EmulatedCosts, write_emulated_model
 from verl_digen.rollout import sampler as sampler_module
 from verl_digen.trainer import worker as worker_module
+from verl_digen.trainer.device import DeviceOwner
 from verl_digen.trainer.worker import DiffusionActorWorker, TrainFragment
 
 COSTS = EmulatedCosts(denoise_s=1.0, denoise_fixed_s=0.5, decode_s=2.0, train_cell_s=6.0, tile_fixed_s=3.0)
@@ -48,17 +48,16 @@ def test_phases_of_the_rollout(options, clock):
 def test_phases_of_the_trainer(options, clock, cells, tiles):
     engine = build_engine(options)
     rows = to_rows(build_sampler(options).run(fragment()), fragment().samples)
-    size = TileSize(max_cells=cells, auto=False, memory_fraction=0.9, device=torch.device("cpu"))
     worker = DiffusionActorWorker.__new__(DiffusionActorWorker)
-    worker.engine, worker.rule, worker.tile_size, worker.colocated = engine, rule(), size, False
-    worker._paused, worker._commits, worker._train_threads = False, 0, torch.get_num_threads()
+    worker.engine, worker.rule, worker.colocated = engine, rule(), False
+    worker._commits, worker._train_threads = 0, torch.get_num_threads()
     worker._fetch = lambda samples, _: rows
-    worker._mode = SimpleNamespace(__exit__=lambda *_: None)
-    worker.transaction = open_transaction(engine, rule(), size)
+    worker.device_owner = DeviceOwner(engine, None)
+    worker.transaction = open_transaction(engine, rule())
     started = clock.now
     advantages = {(row.uid, row.j): row.advantage for row in rows}
     work = TrainFragment(
-        samples=fragment().samples, transitions=2, advantages=advantages, rotate=0, last=True, partition="train"
+        samples=fragment().samples, transitions=2, advantages=advantages, max_cells=cells, rotate=0, last=True
     )
     done = worker.accumulate(work)
     expected = tiles * 3.0 + CELLS * 6.0
@@ -68,17 +67,19 @@ def test_phases_of_the_trainer(options, clock, cells, tiles):
     assert metrics["commit_s"] == 0.0 and metrics["grad_norm"] > 0
 
 
-def test_the_search_for_a_tile_size_measures_whole_tiles(clock, monkeypatch):
+def test_a_dry_run_measures_whole_tiles(options, clock, monkeypatch):
     monkeypatch.setattr("verl_digen.engine.tilesize.time", clock)
-    device = emulated.PretendedDevice()
-    size = TileSize(
-        max_cells=None,
-        auto=True,
-        memory_fraction=0.9,
-        device=torch.device("cpu"),
-        agree=lambda values, _: list(values),
-        synchronize=device.wait,
+    engine = build_engine(options)
+    engine.module.train()
+    dry_run = DryRun(
+        engine,
+        rule(),
+        TspConfig(auto=True),
+        latent_shape=(4, 8, 8),
+        cond=engine.family.encode_prompts(["a prompt"])[0],
+        negative=None,
+        total=None,
     )
-    device.occupy(5.0)  # work of before does not count
-    size.measure(1, lambda: device.occupy(2.0))
-    assert size._seconds == 2.0
+    engine.family.clock.occupy(5.0)  # work of before does not count
+    assert dry_run.seconds(2) == pytest.approx(3.0 + 2 * 6.0)
+    assert dry_run.find(4) == 4  # 9, 15 and 27 s: 9, 7.5 and 6.75 s a cell

@@ -15,7 +15,6 @@ from tests.engine.harness import (
     fragment,
     open_transaction,
     rule,
-    tile_size,
     to_rows,
 )
 from verl_digen.engine.diffusers_fsdp import DiffusersFSDPEngine
@@ -37,8 +36,8 @@ def test_both_sides_compute_the_same(dtype, model):
     for group in GROUPS:  # the batch of a tile of one sample's two transitions, which share their prompt
         part = fragment(group.samples)
         rows += to_rows(sampler.run(part), part.samples)
-    transaction = open_transaction(engine, rule(), tile_size(2))
-    accumulate(transaction, rows, last=True)
+    transaction = open_transaction(engine, rule())
+    accumulate(transaction, rows, 2, last=True)
     assert transaction.commit(8)["log_prob_gap_max"] <= CLIP / 10
 
 

@@ -22,11 +22,9 @@ from tests.engine.harness import (
     rule,
     same_bits,
     snapshot,
-    tile_size,
     to_rows,
 )
 from verl_digen.engine.diffusers_fsdp import NonFiniteGradientError, ZeroGradientError
-from verl_digen.engine.gradients import has_gradients
 from verl_digen.engine.transaction import TransactionError
 
 EXACT = 1e-12
@@ -43,10 +41,10 @@ def rows():
     return initial_rows("float64")
 
 
-def gradient_of(engine, step_rule, parts, size=None, *, on_policy=True, idle=0) -> dict[str, torch.Tensor]:
-    transaction = open_transaction(engine, step_rule, size, on_policy=on_policy)
+def gradient_of(engine, step_rule, parts, size=None, *, idle=0, **options) -> dict[str, torch.Tensor]:
+    transaction = open_transaction(engine, step_rule, **options)
     for number, part in enumerate(parts):
-        accumulate(transaction, part, idle=idle, last=number == len(parts) - 1)
+        accumulate(transaction, part, size, idle=idle, last=number == len(parts) - 1)
     result = gradients(engine)
     assert transaction.cells == 8
     transaction.abort()
@@ -74,21 +72,21 @@ def full(engine):
 @pytest.mark.parametrize("tsp", [True, False])
 @pytest.mark.parametrize("max_cells", [1, 3, None])
 def test_tiles_of_any_size_give_the_full_gradient(engine, rows, full, max_cells, tsp):
-    assert distance(gradient_of(engine, rule(tsp=tsp), [rows], tile_size(max_cells)), full) <= EXACT
+    assert distance(gradient_of(engine, rule(tsp=tsp), [rows], max_cells), full) <= EXACT
 
 
 @pytest.mark.parametrize("cut", [[[3], [0, 2], [1]], [[1, 0, 2], [3]]])
 def test_fragments_of_any_size_in_any_order_give_the_full_gradient(engine, rows, full, cut):
     parts = [[rows[i] for i in part] for part in cut]
-    assert distance(gradient_of(engine, rule(), parts, tile_size(3)), full) <= EXACT
+    assert distance(gradient_of(engine, rule(), parts, 3), full) <= EXACT
 
 
 def test_idle_tiles_change_nothing(engine, rows, full):
-    busy = gradient_of(engine, rule(), [rows], tile_size(3))
-    assert same_bits(gradient_of(engine, rule(), [rows], tile_size(3), idle=2), busy)
+    busy = gradient_of(engine, rule(), [rows], 3)
+    assert same_bits(gradient_of(engine, rule(), [rows], 3, idle=2), busy)
     transaction = open_transaction(engine, rule())
     accumulate(transaction, rows)
-    transaction.accumulate([], [[], []], largest=4, idle_row=rows[0], last=True)
+    transaction.accumulate([], [[], []], idle_row=rows[0], last=True)
     assert distance(gradients(engine), full) <= EXACT and transaction.cells == 8
     transaction.abort()
 
@@ -114,10 +112,9 @@ def moved(row, by=0.01):
 def test_stale_rows_are_corrected_and_fresh_ones_beside_them_are_not(engine, rows, full, correction, max_cells):
     """The log-ratio of stale cells is -0.01, with a clip range of 1e-3: clipped where the advantage is negative."""
     step_rule = rule(correction=correction, split_by_staleness=True)
-    size = tile_size(max_cells)
     mixed = [*rows[:2], *(moved(row) for row in rows[2:])]
-    got = gradient_of(engine, step_rule, [mixed], size)
-    assert distance(gradient_of(engine, step_rule, [rows], size), full) <= EXACT  # TCSS on, nothing stale
+    got = gradient_of(engine, step_rule, [mixed], max_cells)
+    assert distance(gradient_of(engine, step_rule, [rows], max_cells), full) <= EXACT  # TCSS on, nothing stale
     halves = []
     for part, anchored in ((mixed[:2], False), (mixed[2:], True)):
         alone = open_transaction(engine, rule(), on_policy=not anchored)
@@ -185,38 +182,45 @@ def test_a_twice_met_sample_inside_one_fragment_is_refused(engine, rows):
     transaction.abort()
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])  # bfloat16 is wrapped by FSDP2, with its own accumulator
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_tile_that_does_not_fit_is_cut_and_nothing_is_lost(rows, where, dtype):
-    engine = build_engine(Options(dtype=dtype))
-    rows = rows if dtype == "float64" else initial_rows(dtype)
-    plain = gradient_of(engine, rule(), [rows[:1], rows[1:]], tile_size(2))
-    failures = []
+def run_out_of_memory(engine, cells: int, where: str):
+    """From now on more than ``cells`` cells do not fit, in the middle of the model; returns what ends it."""
 
     def cramped(module, inputs, output):
         first = output[0] if isinstance(output, tuple) else output
-        if len(first) <= 3:
+        if len(first) <= cells:
             return
         if where == "forward":
-            failures.append(len(first))
             raise torch.OutOfMemoryError("no room")
 
         def fail(gradient):
-            failures.append(len(gradient))
             raise torch.OutOfMemoryError("no room")
 
-        first.register_hook(fail)
+        if first.requires_grad:
+            first.register_hook(fail)
 
-    # in the middle of the model, so that a failing backward has written some gradients already
-    hook = engine.module.transformer_blocks[0].register_forward_hook(cramped)
-    size = tile_size()
-    tight = gradient_of(engine, rule(), [rows[:1], rows[1:]], size)
-    hook.remove()
-    assert failures == [6] and size.splits == 1 and size.cells == 3
-    assert distance(tight, plain) <= (EXACT if dtype == "float64" else 2e-2)
+    return engine.module.transformer_blocks[0].register_forward_hook(cramped).remove
 
 
-def test_a_cell_that_does_not_fit_ends_the_transaction(rows):
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])  # bfloat16 is wrapped by FSDP2, with its own accumulator
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_tile_that_does_not_fit_spoils_its_transaction_and_nothing_else(rows, where, dtype):
+    engine = build_engine(Options(dtype=dtype))
+    rows = rows if dtype == "float64" else initial_rows(dtype)
+    plain = gradient_of(engine, rule(), [rows], 2)
+    enough = run_out_of_memory(engine, 3, where)
+    transaction = open_transaction(engine, rule())
+    accumulate(transaction, rows[:1])
+    accumulate(transaction, rows[1:], last=True)
+    assert transaction.too_large == 6
+    with pytest.raises(TransactionError, match="a tile of 6 cells did not fit into memory; commit refused"):
+        transaction.commit(8)
+    transaction.abort()
+    again = gradient_of(engine, rule(), [rows], 2)
+    enough()
+    assert same_bits(again, plain)
+
+
+def test_a_cell_that_does_not_fit_is_an_error(rows):
     engine = build_engine(Options())
 
     def full(*_):
@@ -224,75 +228,25 @@ def test_a_cell_that_does_not_fit_ends_the_transaction(rows):
 
     hook = engine.module.register_forward_pre_hook(full)
     transaction = open_transaction(engine, rule())
-    with pytest.raises(TransactionError, match="a tile of 1 cell does not fit into memory"):
+    with pytest.raises(TransactionError, match="a tile of 8 cells does not fit .*a tile of 1 cell"):
         accumulate(transaction, rows)
     hook.remove()
     transaction.abort()
     one_step(engine, rule(), rows)
 
 
-def test_a_size_that_did_fit_before_is_not_repeated_blindly(engine, rows):
-    """Its gradients are not kept apart, so what a failed backward wrote cannot be told from what was there."""
-    size = tile_size()
-    transaction = open_transaction(engine, rule(), size, cells=16)
-    accumulate(transaction, rows)
-
-    def full(*_):
-        raise torch.OutOfMemoryError("no room")
-
-    hook = engine.module.register_forward_pre_hook(full)
-    with pytest.raises(TransactionError, match="tiles of this size did fit before"):
-        accumulate(transaction, [replace(row, uid=row.uid + "2") for row in rows])
-    hook.remove()
-    transaction.abort()
-
-
-def test_the_search_for_a_tile_size(engine, rows, full, monkeypatch):
-    """Doubles while the time per cell falls; the cells of one transaction stay exact meanwhile."""
-    clock = iter(range(1000))
-    monkeypatch.setattr("verl_digen.engine.tilesize.time.perf_counter", lambda: float(next(clock)))  # 1 s a tile
-    size = tile_size(4, auto=True, agree=lambda values, _: list(values))
-    seen = []
-    transaction = open_transaction(engine, rule(), size)
-    for number, row in enumerate(rows):
-        seen.append(size.cells)
-        accumulate(transaction, [row], last=number == 3)
-        size.end_of_fragment()
-    assert seen == [1, 2, 4, 2] and size.cells == 2  # a sample has 2 cells, so 4 gain nothing
-    assert distance(gradients(engine), full) <= EXACT
-    transaction.abort()
-
-
-def test_the_slowest_rank_and_the_fullest_memory_decide(monkeypatch):
-    monkeypatch.setattr("verl_digen.engine.tilesize.allocated_bytes", lambda: 100 << 20)
-    monkeypatch.setattr("verl_digen.engine.tilesize.peak_memory_bytes", lambda: 300 << 20)
-    size = tile_size(auto=True, total=1 << 30, agree=lambda values, _: [max(9.0, values[0]), max(-3.0, values[1])])
-    size.measure(1, lambda: None)
-    size.end_of_fragment()
-    assert size.cells == 2 and size.budget.limit == 3  # this rank alone would take 4: (0.9 GiB - 100 MiB) / 200 MiB
-    alone = tile_size(auto=True, total=1 << 30, agree=lambda values, _: list(values))
-    alone.measure(1, lambda: None)
-    alone.end_of_fragment()
-    assert alone.budget.limit == 4
-
-
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_a_pause_is_lossless(rows, dtype):
+def test_a_device_that_is_given_away_between_fragments_changes_nothing(rows, dtype):
+    """Gradients are with their parameters then, where ``Module.to`` moves them, and nowhere else."""
     engine = build_engine(Options(dtype=dtype))
     rows = rows if dtype == "float64" else initial_rows(dtype)
-
-    def run(pausing):
-        transaction = open_transaction(engine, rule())
-        for number in range(4):
-            accumulate(transaction, rows[number : number + 1], last=number == 3)
-            if pausing and number < 3:
-                transaction.pause()
-                assert not has_gradients(engine.module)
-        result = gradients(engine)
-        transaction.abort()
-        return result
-
-    assert same_bits(run(True), run(False))
+    plain = gradient_of(engine, rule(), [rows[:2], rows[2:]])
+    transaction = open_transaction(engine, rule(), yields=True)
+    accumulate(transaction, rows[:2])
+    assert all(p.grad is not None for p in engine.trainable_parameters())
+    accumulate(transaction, rows[2:], last=True)
+    assert distance(gradients(engine), plain) <= (EXACT if dtype == "float64" else 1e-6)
+    transaction.abort()
 
 
 def test_abort_forgets_gradients_that_were_not_reduced_yet():
@@ -300,16 +254,14 @@ def test_abort_forgets_gradients_that_were_not_reduced_yet():
     clean = gradient_of(engine, rule(), [rows])
     transaction = open_transaction(engine, rule())
     accumulate(transaction, rows[:2])  # not the last: FSDP2 holds the gradient beside the parameters
-    assert has_gradients(engine.module)
     transaction.abort()
-    assert not has_gradients(engine.module)
     assert same_bits(gradient_of(engine, rule(), [rows]), clean)
 
 
 def test_a_reduction_per_tile_gives_the_same_gradient():
     engine, rows = build_engine(Options(dtype="bfloat16")), initial_rows("bfloat16")
-    once = gradient_of(engine, rule(), [rows[:2], rows[2:]], tile_size(2))
-    each = gradient_of(engine, rule(reduce="tile"), [rows[:2], rows[2:]], tile_size(2))
+    once = gradient_of(engine, rule(), [rows[:2], rows[2:]], 2)
+    each = gradient_of(engine, rule(reduce="tile"), [rows[:2], rows[2:]], 2)
     assert distance(each, once) <= 1e-6
 
 

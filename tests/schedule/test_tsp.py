@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_digen.schedule.profile import Profile
-from verl_digen.schedule.tsp import TileBudget, cells_that_fit, plan_tiles, plan_without_tsp, tile_rounds
+from verl_digen.schedule.tsp import cells_that_fit, grow_tile, plan_tiles, plan_without_tsp, shrink_tile, tile_rounds
 from verl_digen.schedule.work import TrainerPool
 
 sizes = {"samples": st.integers(1, 12), "transitions": st.integers(1, 9), "ranks": st.integers(1, 7)}
@@ -61,28 +61,19 @@ def test_cells_that_fit():
         cells_that_fit(1.0, 0.0)
 
 
-def settle(budget, seconds):
-    for _ in range(20):
-        if budget.settled:
-            return budget.size
-        budget.observe(budget.size, seconds(budget.size))
-    return budget.size
+def test_a_tile_grows_until_it_no_longer_helps_or_no_longer_fits():
+    assert grow_tile(lambda cells: 1.0 + cells if cells <= 8 else 2.0 * cells, 64) == 8
+    assert grow_tile(lambda cells: 1.0 + cells, 6) == 6  # the limit need not be a power of two
+    assert grow_tile(lambda cells: 1.0 + cells if cells <= 5 else None, 64) == 4
+    assert grow_tile(lambda cells: None, 64) == 0
 
 
-def test_budget_doubles_until_it_no_longer_helps():
-    assert settle(TileBudget(), lambda cells: 1.0 + cells if cells <= 8 else 2.0 * cells) == 8
-    assert settle(TileBudget(limit=6), lambda cells: 1.0 + cells) == 6  # stops at what fits
+def test_a_tile_shrinks_until_it_fits():
+    tried = []
 
+    def seconds(cells):
+        tried.append(cells)
+        return 1.0 if cells <= 5 else None
 
-def test_budget_ignores_partial_tiles_and_survives_out_of_memory():
-    budget = TileBudget()
-    for size in (1, 2, 4):
-        budget.observe(size, 1.0 + size)
-    assert budget.size == 8
-    budget.observe(3, 0.1)  # a smaller tail tile teaches nothing
-    assert budget.size == 8 and 3 not in budget.seconds_per_cell
-    assert budget.out_of_memory(8) == 4
-    assert budget.settled and budget.limit == 7
-    assert budget.out_of_memory(4) == 2  # memory got tighter later
-    with pytest.raises(ValueError, match="1 cell does not fit"):
-        TileBudget().out_of_memory(1)
+    assert shrink_tile(seconds, 21) == 5 and tried == [21, 10, 5]
+    assert shrink_tile(lambda cells: None, 3) == 0

@@ -11,6 +11,8 @@ import torch
 from verl_digen.config.digen import AlgorithmConfig, DigenConfig, GapConfig, TspConfig
 from verl_digen.config.plan import RunPlan
 from verl_digen.diffusion.advantages import group_advantages
+from verl_digen.engine.tilesize import TileSize
+from verl_digen.engine.transaction import TransactionError
 from verl_digen.rollout.requests import (
     Activity,
     FragmentReport,
@@ -90,8 +92,9 @@ class Manager:
 class Workers:
     """A training group of 2 ranks that writes down its calls; references are plain values."""
 
-    def __init__(self):
+    def __init__(self, fits: int = 1000):
         self.log: list[tuple] = []
+        self.fits = fits  # cells that the second rank has room for
 
     def call(self, method: str, *args):
         return getattr(self, method)(*args)
@@ -105,7 +108,11 @@ class Workers:
 
     def accumulate(self, fragment):
         self.log.append(("accumulate", fragment))
-        return [{"fetch": 0.5, "tiles": 1.0, "tile_times": [(0.0, 1.0, cells)]} for cells in (4, 2)]
+        too_large = fragment.max_cells if fragment.max_cells > self.fits else 0
+        return [
+            {"fetch": 0.5, "tiles": 1.0, "tile_times": [(0.0, 1.0, cells)], "too_large": failed}
+            for cells, failed in ((4, 0), (2, too_large))
+        ]
 
     def commit(self, scale):
         self.log.append(("commit", scale))
@@ -139,10 +146,14 @@ def plain_references(monkeypatch):
     monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
 
 
-def run(plan, order) -> tuple[Workers, StepOutcome]:
-    workers = Workers()
-    outcome = TrainingStep(plan, workers, Manager(order)).run(GROUPS, version=7, training_step=1, timing_raw={})
-    return workers, outcome
+def run(plan, order, *, tile_size=None, fits: int = 1000) -> tuple[Workers, StepOutcome]:
+    workers = Workers(fits)
+    step = TrainingStep(plan, workers, Manager(order), tile_size or size_of_tiles())
+    return workers, step.run(GROUPS, version=7, training_step=1, timing_raw={})
+
+
+def size_of_tiles(folder="unused", largest: int = 12) -> TileSize:
+    return TileSize(str(folder), "this model", largest)
 
 
 @pytest.mark.parametrize("batches", [1, 2])
@@ -210,10 +221,38 @@ def test_a_clamp_that_becomes_active_repeats_the_logical_batch():
 
 
 @pytest.mark.parametrize("one_shot", [True, False])
+@pytest.mark.parametrize("norm", ["group", "global"])
+def test_a_logical_batch_that_did_not_fit_is_repeated_from_its_rows_in_smaller_tiles(tmp_path, one_shot, norm):
+    plan = make_plan(one_shot=one_shot, batches=2, algorithm=AlgorithmConfig(norm=norm))
+    _, plain = run(make_plan(batches=2, algorithm=AlgorithmConfig(norm=norm)), [0, 1, 2, 3])
+    size = size_of_tiles(tmp_path)
+    workers, outcome = run(plan, [1, 0, 3, 2], tile_size=size, fits=4)
+    again = "abort begin accumulate"
+    second = "begin accumulate commit" if one_shot else "begin accumulate accumulate commit"
+    assert workers.verbs == f"{second.removesuffix(' commit')} {again} {again} commit {second}"
+    tiles = [entry[1].max_cells for entry in workers.log if entry[0] == "accumulate"]
+    assert sorted(set(tiles), reverse=True) == [12, 6, 3] and outcome.repeated == 2
+    assert [sorted(c) for c in workers.trained()] == [
+        [("g0", 0), ("g0", 1), ("g1", 0), ("g1", 1)],
+        [("g2", 0), ("g2", 1), ("g3", 0), ("g3", 1)],
+    ]
+    assert outcome.advantages == plain.advantages
+    repeated = [entry[1] for entry in workers.log if entry[0] == "accumulate" and entry[1].max_cells == 3][0]
+    assert all(repeated.advantages[sample] == plain.advantages[sample] for sample in repeated.samples)
+    assert [commit["tile_cells"] for commit in outcome.commits] == [3, 3]
+    assert size_of_tiles(tmp_path).cells == 3  # remembered in the run's folder
+
+
+def test_a_cell_that_does_not_fit_fails_the_step(tmp_path):
+    with pytest.raises(TransactionError, match="a tile of 1 cell does not fit into memory; reduce the resolution"):
+        run(make_plan(), [0, 1, 2, 3], tile_size=size_of_tiles(tmp_path, 2), fits=0)
+
+
+@pytest.mark.parametrize("one_shot", [True, False])
 @pytest.mark.parametrize("error", [RolloutError("dead"), TimeoutError("late"), KeyboardInterrupt()])
 def test_a_failed_step_leaves_no_open_transaction(one_shot, error):
     workers = Workers()
-    step = TrainingStep(make_plan(one_shot=one_shot), workers, Manager([0, 1, error]))
+    step = TrainingStep(make_plan(one_shot=one_shot), workers, Manager([0, 1, error]), size_of_tiles())
     with pytest.raises(type(error)):
         step.run(GROUPS, version=7, training_step=1, timing_raw={})
     assert workers.verbs.endswith("abort") and "commit" not in workers.verbs

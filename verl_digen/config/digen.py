@@ -166,10 +166,6 @@ class TspConfig:
         _choice("tsp.reduce", self.reduce, ("transaction", "tile"))
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ValueError(f"{PREFIX}.tsp.memory_fraction={self.memory_fraction} must lie in (0, 1]")
-        if not self.auto and self.memory_fraction != 0.9:
-            raise ValueError(
-                f"{PREFIX}.tsp.memory_fraction={self.memory_fraction} is not read with {PREFIX}.tsp.auto=false"
-            )
 
 
 @dataclass(kw_only=True)

@@ -57,6 +57,13 @@ class RunPlan:
         return self.prompts_per_batch * self.n * self.transitions
 
     @property
+    def largest_tile(self) -> int:
+        """Most cells that a rank would put through one forward and backward, memory permitting."""
+        share = self.cells_per_batch if self.digen.tsp.enable else self.prompts_per_batch * self.n
+        cells = math.ceil(share / self.trainer_ranks)
+        return min(cells, self.digen.tsp.max_cells or cells)
+
+    @property
     def on_policy(self) -> bool:
         """One commit per publish: the anchor is the current forward, the first ratio exactly 1 (I6)."""
         return self.logical_batches == 1 and self.epochs == 1
@@ -82,9 +89,9 @@ class RunPlan:
         if digen.tcss.enable:
             limit = math.floor(self.max_stale_ratio * self.prompts + 1e-9)
             mode += f" + TCSS (at most {limit} of {self.prompts} groups one version stale, {digen.tcss.correction})"
-        tile = "all cells" if digen.tsp.max_cells is None else f"at most {digen.tsp.max_cells} cells"
+        tile = f"at most {self.largest_tile} cells, within {digen.tsp.memory_fraction:.0%} of a device's memory"
         if digen.tsp.auto:
-            tile += f", searched for within {digen.tsp.memory_fraction:.0%} of the memory"
+            tile += ", fewer where that is faster"
         span = "samples x transitions" if digen.tsp.enable else "samples at one transition"
         master = 8 if digen.arithmetic == "float64" else 4
         trained = self.transformer_parameters if not self.lora_rank else 0

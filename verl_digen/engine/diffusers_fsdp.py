@@ -23,12 +23,13 @@ from verl.workers.engine.base import BaseEngineCtx
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_digen.config.digen import DigenConfig
+from verl_digen.engine.collectives import Collectives
 from verl_digen.engine.ema import ParameterEMA
-from verl_digen.engine.gathers import GatherLog
 from verl_digen.models.adapter import load_adapter
 from verl_digen.models.family import family_for
 from verl_digen.models.lora import REFERENCE, add_lora, add_reference_adapter, reference_adapter
 from verl_digen.models.precision import computed_in, fp32_modules, settle
+from verl_digen.platform.memory import release_cached
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -60,7 +61,7 @@ class DiffusersFSDPEngine(FSDPEngine):
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self.reference = None
         self.ema = None
-        self.gathers: GatherLog | None = None
+        self.collectives: Collectives | None = None
         self._whole = False
 
     def configure(self, digen: DigenConfig, *, with_reference: bool, seed: int) -> None:
@@ -100,7 +101,7 @@ class DiffusersFSDPEngine(FSDPEngine):
         if self.with_reference and not self._is_lora:
             self.reference = self._wrap(self._load_transformer()).requires_grad_(False)
         if self._world() > 1:
-            self.gathers = GatherLog.of(self.module, self.reference)
+            self.collectives = Collectives.of(list(self._fsdp_modules()))
         if not self.engine_config.forward_only:
             self.optimizer = build_optimizer(self.trainable_parameters(), self.optimizer_config)
             self.lr_scheduler = self._build_lr_scheduler(self.optimizer)
@@ -216,18 +217,51 @@ class DiffusersFSDPEngine(FSDPEngine):
             yield self.reference
 
     @contextmanager
-    def gradient_sync(self, enabled: bool):
-        """Reduce gradients over the ranks in this backward, or keep them unsharded until a later one."""
-        if not isinstance(self.module, FSDPModule) or enabled:
+    def tile(self, reduce: bool):
+        """One forward and backward; its gradients are reduced over the ranks, or kept unsharded until a later tile."""
+        if not isinstance(self.module, FSDPModule):
             yield
             return
-        self.module.set_requires_gradient_sync(False)
-        self.module.set_reshard_after_backward(not self._whole)
+        self.module.set_requires_gradient_sync(reduce)
+        self.module.set_reshard_after_backward(reduce or not self._whole)
         try:
             yield
         finally:
             self.module.set_requires_gradient_sync(True)
             self.module.set_reshard_after_backward(True)
+        if not self._whole:  # a root without a backward stays whole; every tile has to begin alike
+            for module in self._fsdp_modules():
+                module.reshard()
+
+    def begin_tile(self) -> None:
+        """A tile is run for the first time."""
+        if self.collectives is not None:
+            self.collectives.begin_tile()
+
+    def recover(self, reduce: bool) -> None:
+        """After an out-of-memory error inside a tile: the same tile can be run again without cells.
+
+        Args:
+            reduce: the tile reduces gradients.
+
+        Raises:
+            RuntimeError: with this torch, or with replicas of shards, the rank cannot go on.
+        """
+        if isinstance(self.module, FSDPModule) and self._world() > 1:
+            if self.collectives is None:
+                raise RuntimeError(f"torch {torch.__version__} has no FSDPModule.reset_iter_state")
+            if reduce and self.device_mesh.ndim > 1:
+                raise RuntimeError("fsdp_size is less than the number of ranks, and gradients were being reduced")
+            self.collectives.begin_again()
+            self.collectives.gather_alone(self._whole)
+        self.reset()
+        release_cached()
+
+    def reset(self) -> None:
+        """After an exception inside a tile: the modules are ready for another one, as far as this torch can do that."""
+        for root in (self.module, self.reference):
+            if isinstance(root, FSDPModule) and hasattr(root, "reset_iter_state"):
+                root.reset_iter_state()
 
     # ---- parameters that stay whole between tiles ----------------------------------------------------------
 
@@ -253,6 +287,8 @@ class DiffusersFSDPEngine(FSDPEngine):
     def shard(self) -> None:
         """Free the gathered parameters; no collective."""
         self._whole = False
+        if self.collectives is not None:
+            self.collectives.gather_alone(False)
         for module in self._fsdp_modules():
             module.reshard()
 

@@ -48,7 +48,7 @@ class Tile:
     """One forward and backward: C cells.
 
     Attributes:
-        x, x_next: [C, ...latent]; sigma, sigma_next, log_prob_rollout, advantage, weight: [C].
+        x, x_next: [C, ...latent]; sigma, sigma_next, log_prob_rollout, advantage: [C].
         transition: [C] position k of the cell in its sample, for metrics by transition.
         stale: which cells are of samples that the version before generated; decided on the host.
         cond, negative: tensors [C, ...].
@@ -60,7 +60,6 @@ class Tile:
     sigma_next: torch.Tensor
     log_prob_rollout: torch.Tensor
     advantage: torch.Tensor
-    weight: torch.Tensor
     transition: torch.Tensor
     stale: tuple[bool, ...]
     cond: dict[str, torch.Tensor]
@@ -69,16 +68,13 @@ class Tile:
 
 def cells_of_rank(
     samples: int, transitions: int, *, rank: int, ranks: int, max_cells: int, tsp: bool
-) -> tuple[list[list[tuple[int, int]]], int]:
+) -> list[list[tuple[int, int]]]:
     """What a rank does of a fragment: its tiles as lists of (sample, k), one entry for every round of the plan.
 
     The plan is :mod:`verl_digen.schedule.tsp`'s. All ranks get the same number of tiles; an empty one is idle.
-
-    Returns:
-        the tiles, and the number of cells of the largest tile of all ranks.
     """
     plan = (plan_tiles if tsp else plan_without_tsp)(samples, transitions, ranks=ranks, max_cells=max_cells)
-    return [list(plan.grid(tile)) for tile in plan.of_rank(rank)], max(t.stop - t.start for t in plan.tiles)
+    return [list(plan.grid(tile)) for tile in plan.of_rank(rank)]
 
 
 def gather_tile(
@@ -87,11 +83,12 @@ def gather_tile(
     *,
     device,
     dtype,
-    weight: float = 1.0,
 ) -> Tile:
-    """Stack the tensors of ``cells`` (row, k) on ``device``; ``weight`` 0 makes an idle tile (all collectives, no
-    gradient). The prompt tensors of a tile whose cells share a prompt are copied once to the device and repeated there:
-    repeated, because a matrix product may round a broadcast batch otherwise than the rollout's (I11)."""
+    """Stack the tensors of ``cells`` (row, k) on ``device``.
+
+    The prompt tensors of a tile whose cells share a prompt are copied once to the device and repeated there: repeated,
+    because a matrix product may round a broadcast batch otherwise than the rollout's (I11).
+    """
     starts = [rows[s].starts[k] for s, k in cells]
     samples = [rows[s] for s, _ in cells]
 
@@ -120,7 +117,6 @@ def gather_tile(
         sigma_next=stack(r.sigmas[i + 1] for r, i in zip(samples, starts, strict=True)),
         log_prob_rollout=stack(rows[s].log_probs[k] for s, k in cells),
         advantage=scalars(r.advantage for r in samples),
-        weight=scalars([weight] * len(cells)),
         transition=scalars((k for _, k in cells), torch.long),
         stale=tuple(r.stale for r in samples),
         cond=conditioning(lambda r: r.cond),

@@ -1,138 +1,165 @@
-"""How many cells a tile has: a fixed limit, or a size found while training; smaller after an out-of-memory.
+"""How many cells a tile has: found by a dry run before the first transaction, remembered per (model, shape), and
+halved when memory runs out later.
 
-The search itself is :class:`verl_digen.schedule.tsp.TileBudget`; this class measures for it and makes all ranks come to
-the same answer, because the number of tiles is the number of collectives.
+The rows of a dry run are made up; they have the shapes of real ones. All ranks come to the same size, because the
+number of tiles is the number of collectives.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import time
-from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from verl_digen.config.digen import TspConfig
-from verl_digen.platform.memory import allocated_bytes, peak_memory_bytes, reset_peak_memory, total_bytes
-from verl_digen.schedule.tsp import TileBudget, cells_that_fit
+from verl_digen.engine.tiles import SampleRow
+from verl_digen.engine.transaction import StepRule, Transaction, TransactionError
+from verl_digen.platform.memory import peak_memory_bytes, reset_peak_memory
+from verl_digen.schedule.tsp import grow_tile, shrink_tile
 
-GIB = float(1 << 30)
+FILE = "tile_sizes.json"
+ONE_CELL = (
+    "a tile of 1 cell does not fit into memory; reduce the resolution, shard over more ranks (trainer.nnodes, "
+    "trainer.n_gpus_per_node) or set actor_rollout_ref.model.enable_gradient_checkpointing=true"
+)
 
 
-def largest_of_all_ranks(values: Sequence[float], device: torch.device) -> list[float]:
+def largest_of_all_ranks(values: list[float], device: torch.device) -> list[float]:
     """Element-wise maximum over the ranks."""
-    tensor = torch.tensor(list(values), dtype=torch.float64, device=device)
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.tolist()
 
 
-class TileSize:
-    """The tile size of a rank; the same on all ranks.
+class DryRun:
+    """Tiles of made-up rows on this rank, together with the other ranks.
 
     Args:
-        max_cells: never more than this; None for no limit.
-        auto: search for the size, from one cell on.
-        memory_fraction: share of the device's memory that a tile may fill (search only).
-        device: of the training rank.
-        agree: largest of each value over the ranks.
-        total: bytes of the device, or None where memory is not measured (CPU).
-        synchronize: waits for the device, at both ends of a measured tile.
+        engine: in training mode, without an open transaction.
+        rule: how cells are scored; the same passes are made as in training.
+        tsp: ``auto`` and ``memory_fraction``.
+        latent_shape: of one sample.
+        cond, negative: prompt tensors of one prompt, without batch dimension.
+        total: bytes of the device; None where memory has no limit of ours (CPU).
     """
 
     def __init__(
         self,
+        engine,
+        rule: StepRule,
+        tsp: TspConfig,
         *,
-        max_cells: int | None,
-        auto: bool,
-        memory_fraction: float,
-        device: torch.device,
-        agree: Callable[[Sequence[float], torch.device], list[float]] = largest_of_all_ranks,
-        total: int | None = None,
-        synchronize: Callable[[], None] = lambda: None,
+        latent_shape: tuple[int, ...],
+        cond: dict[str, torch.Tensor],
+        negative: dict[str, torch.Tensor] | None,
+        total: int | None,
     ):
-        self.auto, self.memory_fraction, self.device = auto, memory_fraction, device
-        self._agree, self._synchronize = agree, synchronize
-        self._total = total_bytes() if total is None else total
-        limit = 1 << 20 if max_cells is None else max_cells
-        self.budget = TileBudget(size=1 if auto else limit, limit=limit, settled=not auto)
-        self._fitted = 0
-        self._seconds = self._cells = self._bytes = 0.0
-        self.splits = 0
-
-    @classmethod
-    def of(cls, tsp: TspConfig, device: torch.device, synchronize: Callable[[], None]) -> TileSize:
-        """As the configuration says, with nothing known yet."""
-        return cls(
-            max_cells=tsp.max_cells,
-            auto=tsp.auto,
-            memory_fraction=tsp.memory_fraction,
-            device=device,
-            synchronize=synchronize,
+        self.engine, self.rule, self.tsp = engine, rule, tsp
+        self._room = None if total is None else tsp.memory_fraction * total - _optimizer_state_to_come(engine)
+        self._row = SampleRow(
+            uid="dry run",
+            j=0,
+            latents=torch.zeros(2, *latent_shape),
+            sigmas=torch.tensor([0.9, 0.8]),
+            starts=(0,),
+            log_probs=torch.zeros(1),
+            advantage=1.0,
+            cond=cond,
+            negative=negative,
         )
 
-    @property
-    def cells(self) -> int:
-        """Most cells of a tile now."""
-        return self.budget.size
+    def find(self, largest: int) -> int:
+        """Most cells of a tile, up to ``largest``.
 
-    def is_new(self, cells: int) -> bool:
-        """Whether no tile of this size has been run yet by any rank, so that it might not fit."""
-        return cells > self._fitted
-
-    def fitted(self, largest: int) -> None:
-        """All tiles of a fragment whose largest was planned with this many cells were run, if need be in pieces."""
-        self._fitted = max(self._fitted, min(largest, self.cells))
-
-    @property
-    def searching(self) -> bool:
-        return not self.budget.settled
-
-    def measure(self, cells: int, run: Callable[[], None]) -> None:
-        """Run a tile; while the search lasts, note its time and memory."""
-        if not self.searching:
-            run()
-            return
-        reset_peak_memory()
-        base = allocated_bytes()
-        self._synchronize()
-        started = time.perf_counter()
-        run()
-        self._synchronize()
-        seconds = time.perf_counter() - started
-        if cells >= self._cells:
-            self._cells, self._seconds = float(cells), seconds
-            self._bytes = max(0.0, float(peak_memory_bytes() - base)) if self._total else 0.0
-
-    def out_of_memory(self, cells: int) -> int:
-        """A tile of ``cells`` did not fit on this rank; the size for its pieces.
+        Without ``tsp.auto`` the largest that fits of ``largest``, half of it, a quarter, and so on; with it, doubled
+        from 1 on for as long as that fits and makes a cell cheaper.
 
         Raises:
-            ValueError: it was one cell.
+            TransactionError: one cell does not fit into memory.
         """
-        self.splits += 1
-        return self.budget.out_of_memory(cells)
+        size = grow_tile(self.seconds, largest) if self.tsp.auto else shrink_tile(self.seconds, largest)
+        if not size:
+            raise TransactionError(ONE_CELL)
+        return size
 
-    def agree_on_failures(self, pieces: int) -> int:
-        """Most pieces that any rank has still to run; if there are any, all ranks go on with the smallest size.
+    def seconds(self, cells: int) -> float | None:
+        """Time of a tile on the slowest rank; None if it does not fit on every rank."""
+        engine = self.engine
+        transaction = Transaction(engine, self.rule, planned_cells=cells, on_policy=True)
+        rows = [self._copy(number) for number in range(cells)]
+        reset_peak_memory()
+        engine.family.synchronize()
+        started = time.perf_counter()
+        try:
+            transaction.accumulate(rows, [[(number, 0) for number in range(cells)]], idle_row=self._row)
+            engine.family.synchronize()
+            elapsed = time.perf_counter() - started
+        finally:
+            transaction.abort()
+        full = self._room is not None and peak_memory_bytes() > self._room
+        slowest, failed = largest_of_all_ranks([elapsed, float(full or transaction.too_large > 0)], engine.device)
+        return None if failed else slowest
 
-        Every rank calls it with its own number, after tiles of a size that is new.
+    def _copy(self, number: int) -> SampleRow:
+        return replace(self._row, j=number)
+
+
+def _optimizer_state_to_come(engine) -> float:
+    """Bytes that an optimizer with two moments takes at its first step."""
+    if engine.optimizer.state:
+        return 0.0
+    local = (p.to_local() if hasattr(p, "to_local") else p for p in engine.trainable_parameters())
+    return 2.0 * sum(p.numel() * p.element_size() for p in local)
+
+
+class TileSize:
+    """The tile size of a run, on the driver; remembered in the run's folder.
+
+    Args:
+        folder: ``trainer.default_local_dir``.
+        key: model, shape and whatever else the size depends on.
+        largest: cells of the largest tile that the plan asks for.
+
+    Attributes:
+        cells: most cells of a tile.
+        known: whether ``cells`` comes from an earlier start of the run, or a dry run.
+    """
+
+    def __init__(self, folder: str, key: str, largest: int):
+        self._file = Path(folder) / FILE
+        self._key = key
+        remembered = self._all().get(key)
+        self.known = remembered is not None
+        self.cells = min(largest, remembered or largest)
+
+    def found(self, cells: int) -> None:
+        """A dry run came to this size."""
+        self.cells, self.known = cells, True
+        self._remember()
+
+    def halve(self, too_large: int) -> None:
+        """A tile of ``too_large`` cells did not fit.
+
+        Raises:
+            TransactionError: it was one cell.
         """
-        most, smallest = self._agree([pieces, -self.budget.size], self.device)
-        if most:
-            self.budget.settle(int(-smallest))
-        return int(most)
+        if too_large <= 1:
+            raise TransactionError(ONE_CELL)
+        self.cells = min(self.cells, too_large // 2)
+        self._remember()
 
-    def end_of_fragment(self) -> None:
-        """Agree with the other ranks on the next size. Every rank calls it after every fragment."""
-        if not self.searching:
-            return
-        per_cell = self._seconds / self._cells if self._cells else 0.0
-        fits = float(self.budget.limit)
-        if self._total and self._bytes:
-            free = (self.memory_fraction * self._total - allocated_bytes()) / GIB
-            fits = float(max(1, cells_that_fit(free, self._bytes / self._cells / GIB)))
-        slowest, smallest = self._agree([per_cell, -fits], self.device)
-        self._seconds = self._cells = self._bytes = 0.0
-        self.budget.limit = max(self.budget.size, min(self.budget.limit, int(-smallest)))
-        if slowest > 0:
-            self.budget.observe(self.budget.size, slowest * self.budget.size)
+    def _remember(self) -> None:
+        """Other models and shapes keep theirs."""
+        sizes = self._all() | {self._key: self.cells}
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        beside = self._file.with_suffix(".new")
+        beside.write_text(json.dumps(sizes, indent=1, sort_keys=True))
+        os.replace(beside, self._file)
+
+    def _all(self) -> dict[str, int]:
+        return json.loads(self._file.read_text()) if self._file.is_file() else {}

@@ -8,6 +8,9 @@ What must hold (I3):
 
 Gradients live in the parameters between begin and commit (with FSDP2 unreduced, beside them); nothing else of the model
 changes before the commit.
+
+A rank that runs out of memory in a tile says so in ``too_large`` and does nothing more but the collectives that the
+others wait for; the transaction can only be aborted then, and repeated with smaller tiles.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,12 +35,8 @@ from verl_digen.diffusion.losses import (
     stale_cells,
     summarise_metrics,
 )
-from verl_digen.engine.gradients import HeldGradients, drop_gradients, give_back_gradients, recover, take_gradients
 from verl_digen.engine.tiles import SampleRow, Tile, gather_tile
-from verl_digen.engine.tilesize import TileSize
 from verl_digen.models.family import Guidance
-from verl_digen.platform.memory import release_cached
-from verl_digen.schedule.tsp import even_cut
 
 
 class TransactionError(RuntimeError):
@@ -83,40 +81,46 @@ class Transaction:
     Args:
         engine: a :class:`~verl_digen.engine.diffusers_fsdp.DiffusersFSDPEngine`.
         rule: see :class:`StepRule`.
-        tile_size: says when a tile is too large, and learns from it.
         planned_cells: cells of the whole logical batch, over all ranks.
         on_policy: the weights are those that sampled (anchor = the current forward), except for stale cells; else the
             rollout log-probs anchor.
         clamped: advantages are clamped to ``adv_max``; not when they still await their scale (``commit``).
+        yields: the parameters leave the device between fragments: gradients are reduced after each, so that they move
+            with them.
+
+    Attributes:
+        cells: accumulated on this rank.
+        too_large: cells of the tile that did not fit into memory; 0 as long as all did.
     """
 
     def __init__(
         self,
         engine,
         rule: StepRule,
-        tile_size: TileSize,
         *,
         planned_cells: int,
         on_policy: bool,
         clamped: bool = True,
+        yields: bool = False,
     ):
         if planned_cells <= 0:
             raise TransactionError(f"a logical batch needs at least one cell, {planned_cells} were planned")
         self.engine = engine
         self.rule = rule
         self.loss_config = rule.loss_config if clamped else replace(rule.loss_config, adv_max=sys.float_info.max)
-        self.tile_size = tile_size
         self.planned_cells = planned_cells
         self.on_policy = on_policy
+        self.yields = yields
         self.cells = 0
+        self.too_large = 0
         self._seen: set[tuple[str, int, int]] = set()
         self._metrics: list[dict] = []
         self._gaps: list[dict] = []
         self._ratios: tuple[list[dict], list[dict]] = ([], [])  # of fresh and of stale cells, with TCSS
         self._live = torch.zeros((), dtype=torch.int64, device=engine.device)
-        self._held: HeldGradients | None = None
+        self._unreduced: SampleRow | None = None
         self._rng = torch.get_rng_state()
-        drop_gradients(self.engine.module)
+        self._drop_gradients()
         if rule.reduce == "transaction" and engine.may_stay_whole:
             engine.gather()
 
@@ -125,31 +129,35 @@ class Transaction:
         rows: Mapping[int, SampleRow] | Sequence[SampleRow],
         tiles: Sequence[Sequence[tuple[int, int]]],
         *,
-        largest: int,
         idle_row: SampleRow,
         last: bool = False,
     ) -> list[tuple[float, float, int]]:
         """Forward and backward of this rank's share of a fragment.
 
-        While tiles of this size are new, one that does not fit into memory is cut and its pieces are run after the
-        others; the ranks agree on how many more rounds that takes, and on the smaller size.
-
         Args:
             rows: samples of which this rank has cells.
-            tiles: cells (row, k) of each tile; an empty one is run with weight 0, so that the number of collectives
-                is the same on every rank.
-            largest: cells of the largest tile of all ranks.
+            tiles: cells (row, k) of each tile; an empty one is run without effect, so that the number of
+                collectives is the same on every rank.
             idle_row: a row to build empty tiles from.
             last: the fragment completes the logical batch: gradients are reduced over the ranks at its end.
 
         Returns:
-            start and end (seconds since the epoch, as the host sees them) and cells of each tile that was run.
+            start and end (seconds since the epoch, as the host sees them) and cells of each tile.
 
         Raises:
-            TransactionError: a cell was accumulated before, more cells than planned, or a tile that does not fit into
-                memory and cannot be cut.
+            TransactionError: a cell was accumulated before, more cells than planned, or a rank ran out of memory and
+                cannot go on even without cells.
         """
-        self.resume()
+        self._count(rows, tiles)
+        times = []
+        for index, tile in enumerate(tiles):
+            ends = index == len(tiles) - 1 and (last or self.yields)
+            started = time.time()
+            done = self._run_or_idle(rows, tile, idle_row, reduce=ends or self.rule.reduce == "tile")
+            times.append((started, time.time(), done))
+        return times
+
+    def _count(self, rows, tiles) -> None:
         cells = [(rows[s].uid, rows[s].j, k) for tile in tiles for s, k in tile]
         for cell in cells:
             if cell in self._seen:
@@ -161,117 +169,48 @@ class Transaction:
             raise TransactionError(
                 f"{self.cells} + {len(cells)} cells exceed the {self.planned_cells} planned at begin"
             )
-        rounds = [list(tile) for tile in tiles]
-        if self.tile_size.is_new(largest):
-            times = self._try_rounds(rows, rounds, idle_row, last)
-            self.tile_size.fitted(largest)
-        else:
-            times = []
-            for index, tile in enumerate(rounds):
-                started = time.time()
-                self._run_known(rows, tile, idle_row, reduce=last and index == len(rounds) - 1)
-                times.append((started, time.time(), len(tile)))
         self.cells += len(cells)
-        return times
 
-    def _run_known(self, rows, cells: list[tuple[int, int]], idle_row: SampleRow, reduce: bool) -> None:
-        """Run a tile of a size that did fit before."""
-        reduce = reduce or self.rule.reduce == "tile"
-        if not cells:
-            self._run_idle(idle_row, reduce)
-            return
-        try:
-            self.tile_size.measure(len(cells), lambda: self._run(rows, cells, reduce, counted=True))
-        except torch.OutOfMemoryError as error:
-            raise TransactionError(
-                f"a tile of {len(cells)} cells does not fit into memory, but tiles of this size did fit before, so its "
-                "gradient may be in parts; lower trainer.v1.digen.tsp.max_cells or set trainer.v1.digen.tsp.auto=true"
-            ) from error
-
-    def _try_rounds(self, rows, rounds: list, idle_row: SampleRow, last: bool) -> list[tuple[float, float, int]]:
-        """Run tiles of a new size, those that do not fit in pieces. Nothing is reduced in a tile that may fail."""
-        engine, fsdp, times = self.engine, isinstance(self.engine.module, FSDPModule), []
-        if engine.gathers is not None and not engine.gathers.known and not engine.whole:
-            self._run_idle(idle_row, reduce=False)
-        while rounds:
-            pieces = []
-            for index, tile in enumerate(rounds):
-                started = time.time()
-                failed = self._try(rows, tile) if tile else self._run_idle(idle_row, reduce=False)
-                times.append((started, time.time(), 0 if failed else len(tile)))
-                pieces += failed or []
-                if failed and engine.whole:  # the failure has freed the parameters: the rest waits for the others
-                    pieces += [tile for tile in rounds[index + 1 :] if tile]
-                    break
-                if fsdp and self.rule.reduce == "tile":
-                    self._run_idle(idle_row, reduce=True)
-            more = self.tile_size.agree_on_failures(len(pieces))
-            if more and engine.whole:
-                engine.shard()
-                engine.gather()
-            rounds = pieces + [[]] * (more - len(pieces))
-        if fsdp and last and self.rule.reduce == "transaction":
-            self._run_idle(idle_row, reduce=True)
-        return times
-
-    def _try(self, rows, cells: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """Run cells as one tile; if they do not fit into memory, leave no trace of them and return smaller pieces."""
-        engine, size = self.engine, None
-        # what a failing tile writes is kept apart from what is accumulated already
-        held = take_gradients(engine.module)
-        try:
-            self.tile_size.measure(len(cells), lambda: self._run(rows, cells, False, counted=True))
-        except torch.OutOfMemoryError as error:
-            meeting = dist.get_world_size() > 1 and not engine.whole  # other ranks, in every tile
-            if meeting and (engine.gathers is None or not engine.gathers.constant):
-                why = "other tiles did other all-gathers" if engine.gathers else f"torch {torch.__version__} is too old"
-                raise TransactionError(
-                    f"a tile of {len(cells)} cells does not fit into memory, and the rank cannot leave the collectives "
-                    f"of the others ({why}); lower trainer.v1.digen.tsp.max_cells or set trainer.v1.digen.tsp.auto=true"
-                ) from error
+    def _run_or_idle(self, rows, cells: Sequence[tuple[int, int]], idle_row: SampleRow, reduce: bool) -> int:
+        """Run a tile, or only its collectives; returns the cells that were run."""
+        engine = self.engine
+        engine.begin_tile()
+        self._unreduced = idle_row
+        done = 0
+        if cells and not self.too_large:
             try:
-                size = self.tile_size.out_of_memory(len(cells))
-            except ValueError as smallest:
-                raise TransactionError(str(smallest)) from error
-        pieces = []
-        if size is not None:  # not in the handler: the error's traceback holds the tensors of the tile
-            for module in (engine.module, engine.reference):
-                if module is not None:
-                    recover(module)
-            release_cached()
-            if engine.gathers is not None and not engine.whole:
-                engine.gathers.make_up()
-            pieces = [cells[start:stop] for start, stop in even_cut(0, len(cells), -(-len(cells) // size))]
-        give_back_gradients(held)
-        return pieces
+                self._run(rows, cells, reduce, counted=True)
+                done = len(cells)
+            except torch.OutOfMemoryError:
+                self.too_large = len(cells)
+            if self.too_large:  # not in the handler: the error's traceback holds the tensors of the tile
+                self._recover(reduce)
+        if not done and (reduce or not engine.whole):
+            try:
+                self._run([idle_row], [(0, 0)], reduce, counted=False)
+            except torch.OutOfMemoryError as error:
+                raise self._cannot_go_on("a tile of 1 cell does not fit either") from error
+        if reduce:
+            self._unreduced = None
+        return done
 
-    def _run_idle(self, idle_row: SampleRow, reduce: bool) -> None:
-        """All collectives of a tile, and no gradient."""
-        if reduce or not self.engine.whole:
-            self._run([idle_row], [(0, 0)], reduce, counted=False)
+    def _recover(self, reduce: bool) -> None:
+        try:
+            self.engine.recover(reduce)
+        except RuntimeError as error:
+            raise self._cannot_go_on(str(error)) from error
+
+    def _cannot_go_on(self, why: str) -> TransactionError:
+        tile = f"a tile of {self.too_large} cells does not fit into memory" if self.too_large else "out of memory"
+        return TransactionError(
+            f"{tile}, and the rank cannot go on ({why}); lower trainer.v1.digen.tsp.max_cells, reduce the resolution, "
+            "shard over more ranks or set actor_rollout_ref.model.enable_gradient_checkpointing=true"
+        )
 
     def _run(self, rows, cells: Sequence[tuple[int, int]], reduce: bool, *, counted: bool) -> None:
-        gathers = self.engine.gathers if not self.engine.whole else None
-        with gathers.tile() if gathers is not None else nullcontext(), self.engine.gradient_sync(reduce):
-            tile = gather_tile(
-                rows,
-                cells,
-                device=self.engine.device,
-                dtype=self.engine.master_dtype,
-                weight=1.0 if counted else 0.0,
-            )
+        with self.engine.tile(reduce):
+            tile = gather_tile(rows, cells, device=self.engine.device, dtype=self.engine.master_dtype)
             self._tile(tile, counted=counted)
-
-    def pause(self) -> None:
-        """Move the gradients to host memory, so that the device is free for other work; lossless."""
-        if self._held is None:
-            self._held = take_gradients(self.engine.module, torch.device("cpu"))
-
-    def resume(self) -> None:
-        """Undo :meth:`pause`; nothing happens if the transaction is not paused."""
-        if self._held is not None:
-            give_back_gradients(self._held)
-            self._held = None
 
     def _tile(self, tile: Tile, *, counted: bool) -> None:
         engine, rule, dtype = self.engine, self.rule, self.engine.master_dtype
@@ -289,7 +228,7 @@ class Transaction:
         scored = score(velocity)
         cells = {
             "log_prob": scored.log_prob,
-            "advantage": tile.advantage * tile.weight,
+            "advantage": tile.advantage,
             "log_prob_old": None if self.on_policy else tile.log_prob_rollout,
             "importance": None,
             "mean": scored.mean,
@@ -349,7 +288,8 @@ class Transaction:
             raise TransactionError(
                 f"{total_cells} of {self.planned_cells} planned cells were accumulated; commit refused"
             )
-        self.resume()
+        if self.too_large:
+            raise TransactionError(f"a tile of {self.too_large} cells did not fit into memory; commit refused")
         self.engine.shard()
         learning_rate = self.engine.optimizer.param_groups[0]["lr"]
         if scale != 1.0:
@@ -363,7 +303,7 @@ class Transaction:
         except FloatingPointError:
             self.abort()
             raise
-        drop_gradients(self.engine.module)
+        self._drop_gradients()
         self.engine.lr_scheduler_step()
         if self.engine.ema is not None:
             self.engine.ema.update()
@@ -373,11 +313,22 @@ class Transaction:
         return metrics | {"grad_norm": grad_norm, "lr": learning_rate}
 
     def abort(self) -> None:
-        """Drop the gradients and restore the RNG; weights and optimizer state were never touched."""
-        self._held = None
+        """Drop the gradients and restore the RNG; weights and optimizer state were never touched.
+
+        FSDP2 keeps gradients that were not reduced where only a reduction reaches them; all ranks do it together.
+        """
         self.engine.shard()
-        drop_gradients(self.engine.module)
+        if self._unreduced is not None and isinstance(self.engine.module, FSDPModule):
+            self.engine.reset()
+            self.engine.begin_tile()
+            self._run([self._unreduced], [(0, 0)], True, counted=False)
+        self._unreduced = None
+        self._drop_gradients()
         torch.set_rng_state(self._rng)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.engine.trainable_parameters():
+            parameter.grad = None
 
     def _summary(self) -> dict[str, float]:
         local = [

@@ -60,6 +60,14 @@ class RolloutRole:
         tq.init()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def prompt_tensors(self, prompt: str, negative_prompt: str) -> tuple[dict, dict | None]:
+        """Tensors of a prompt and, with guidance, of its negative prompt, on the host."""
+        sampler = self.sampler
+        prompts = [prompt, *([negative_prompt] if sampler.guidance(False).uses_cfg else [])]
+        tensors = [{n: t.cpu() for n, t in sampler.embeddings(p).items()} for p in prompts]
+        return tensors[0], tensors[1] if len(tensors) > 1 else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def effective_parameters(self) -> dict[str, Any]:
         """Sampling parameters really used, for training and for validation."""
         return {"train": self.sampler.effective(False), "validation": self.sampler.effective(True)}

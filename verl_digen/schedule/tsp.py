@@ -12,8 +12,8 @@ transitions of one sample next to each other, ``order="transition"`` the samples
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from verl_digen.schedule.work import Tile
 
@@ -132,60 +132,31 @@ def cells_that_fit(free_gib: float, gib_per_cell: float) -> int:
     return max(0, int(free_gib / gib_per_cell + 1e-9))
 
 
-@dataclass
-class TileBudget:
-    """Finds the tile size of one (model, shape): doubled until it no longer helps or no longer fits.
+def grow_tile(seconds: Callable[[int], float | None], limit: int, gain: float = 0.03) -> int:
+    """Cells of the tile that makes a cell cheapest: doubled from 1 on while that helps and fits.
 
-    Usage: run a tile of :attr:`size` cells, then call :meth:`observe` with its time, or
-    :meth:`out_of_memory`. Once :attr:`settled` the size stays, unless memory runs out later.
+    Args:
+        seconds: runs a tile of that many cells; None if it does not fit into memory.
+        limit: largest size to try.
+        gain: share of the time per cell that a doubling has to save to be kept.
 
-    Attributes:
-        size: cells to use now.
-        limit: largest size that memory or configuration allows.
-        gain: a doubling must reduce the time per cell by this fraction to be kept.
+    Returns:
+        The size; 0 when not even one cell fits.
     """
+    best, best_time, size = 0, float("inf"), 1
+    while True:
+        taken = seconds(size)
+        if taken is None or taken / size > (1 - gain) * best_time:
+            return best
+        best, best_time = size, taken / size
+        if size == limit:
+            return best
+        size = min(2 * size, limit)
 
-    size: int = 1
-    limit: int = 1 << 20
-    gain: float = 0.03
-    settled: bool = False
-    seconds_per_cell: dict[int, float] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.size <= self.limit:
-            raise ValueError(f"tile budget: size={self.size} must lie between 1 and limit={self.limit}")
-
-    def observe(self, cells: int, seconds: float) -> None:
-        """Record a tile that fitted; only full tiles teach anything about their size."""
-        if cells != self.size or self.settled:
-            return
-        self.seconds_per_cell[cells] = seconds / cells
-        smaller = max((size for size in self.seconds_per_cell if size < cells), default=None)
-        if smaller is not None and self.seconds_per_cell[cells] > (1 - self.gain) * self.seconds_per_cell[smaller]:
-            best = min(self.seconds_per_cell, key=self.seconds_per_cell.__getitem__)
-            self.size, self.settled = best, True
-        elif cells >= self.limit:
-            self.settled = True
-        else:
-            self.size = min(2 * cells, self.limit)
-
-    def out_of_memory(self, cells: int) -> int:
-        """Note that ``cells`` did not fit; returns the size to retry with.
-
-        Raises:
-            ValueError: one cell does not fit.
-        """
-        if cells <= 1:
-            raise ValueError(
-                "tile budget: a tile of 1 cell does not fit into memory; reduce the resolution, shard over more ranks "
-                "or enable offloading and gradient checkpointing"
-            )
-        self.limit = min(self.limit, cells - 1)
-        fitted = [size for size in self.seconds_per_cell if size <= self.limit]
-        self.size = max(fitted) if fitted else max(1, min(cells // 2, self.limit))
-        self.settled = bool(fitted)
-        return self.size
-
-    def settle(self, size: int) -> None:
-        """End the search at ``size``; nothing larger is tried again."""
-        self.size, self.limit, self.settled = size, min(self.limit, size), True
+def shrink_tile(seconds: Callable[[int], float | None], limit: int) -> int:
+    """Cells of the largest tile that fits of ``limit``, half of it, a quarter and so on; 0 when one cell does not."""
+    size = limit
+    while size and seconds(size) is None:
+        size //= 2
+    return size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from verl.workers.config import TrainingWorkerConfig
 
 from verl_digen.config.model import DiffusionModelConfig
 from verl_digen.config.plan import RunPlan
+from verl_digen.data.prompts import PromptDataset
+from verl_digen.engine.tilesize import TileSize
 from verl_digen.engine.transaction import StepRule
 from verl_digen.rollout.fleet import Fleet
 from verl_digen.rollout.replica import DiffusersReplica, DiffusionRolloutWorker
@@ -137,6 +140,40 @@ async def _launch(replicas: list[DiffusersReplica], workers: Workers) -> None:
             await replica.init_hybrid(workers.trainer)
         else:
             await replica.init_from_group(workers.rollout, workers.rollout_pool)
+
+
+def tile_size(plan: RunPlan, folder: str, shape: dict[str, Any], model: DiffusionModelConfig) -> TileSize:
+    """What is known of the tile size before anything is run.
+
+    Args:
+        folder: ``trainer.default_local_dir``.
+        shape: how the model samples (``effective_parameters``).
+        model: ``actor_rollout_ref.model``.
+    """
+    rest = (model.path, model.lora_rank, model.enable_gradient_checkpointing, plan.with_reference, plan.trainer_ranks)
+    key = json.dumps([shape, *rest, plan.digen.accelerator_type.trainer], sort_keys=True, default=str)
+    return TileSize(folder, key, plan.largest_tile)
+
+
+def find_tile_size(
+    size: TileSize, plan: RunPlan, ranks: TrainerGroup, fleet: Fleet, prompts: PromptDataset, *, limited: bool
+) -> None:
+    """A dry run, unless the size is known or there is nothing to find.
+
+    Args:
+        limited: devices have a memory of their own; a CPU's is shared and has no limit of ours.
+    """
+    if size.known or not (limited or plan.digen.tsp.auto):
+        return
+    longest = max(prompts, key=lambda row: len(row["prompt"]))
+    texts = longest["prompt"], longest["negative_prompt"] or ""
+    if plan.digen.placement == "colocated":
+        encoding = ranks.first("prompt_tensors", *texts)
+    else:
+        encoding = fleet.replicas[0].workers[0].prompt_tensors.remote(*texts)
+    (tensors,) = results([encoding], "encoding a prompt for the dry run", plan.deadlines.generate)
+    trying = ranks.call("find_tile_size", size.cells, *tensors)
+    size.found(min(ranks.get(trying, "the dry run that finds the tile size", plan.deadlines.train)))
 
 
 def check_loaded(plan: RunPlan, attention_backend: str, loaded: list[dict[str, Any]]) -> None:

@@ -10,6 +10,8 @@ Invariants
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,10 +23,14 @@ from verl.utils.debug import marked_timer
 
 from verl_digen.config.plan import RunPlan
 from verl_digen.diffusion.advantages import ADVANTAGE_EPS, group_advantages
+from verl_digen.engine.tilesize import TileSize
 from verl_digen.rollout.manager import DiffusionRolloutManager
 from verl_digen.rollout.requests import GroupResult, PromptGroup, SampleResult
 from verl_digen.trainer.worker import TrainFragment
 from verl_digen.trainer.workgroup import TrainerGroup
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 Sample = tuple[str, int]
 
@@ -35,7 +41,8 @@ class StepOutcome:
 
     Attributes:
         accumulated: what each rank says of each fragment it accumulated.
-        repeated: logical batches that were accumulated twice (``norm: global`` whose clamp became active).
+        repeated: times that a logical batch was accumulated again (``norm: global`` whose clamp became active, or a
+            rank that ran out of memory).
         waited: seconds that the driver waited for the Trainer.
     """
 
@@ -63,10 +70,11 @@ class TrainingStep:
         plan: sizes and options.
         ranks: the Trainer.
         manager: the rollout manager.
+        tile_size: most cells of a tile; smaller after a rank ran out of memory.
     """
 
-    def __init__(self, plan: RunPlan, ranks: TrainerGroup, manager: DiffusionRolloutManager):
-        self.plan, self.ranks, self.manager = plan, ranks, manager
+    def __init__(self, plan: RunPlan, ranks: TrainerGroup, manager: DiffusionRolloutManager, tile_size: TileSize):
+        self.plan, self.ranks, self.manager, self.tile_size = plan, ranks, manager, tile_size
         self._stale: frozenset[Sample] = frozenset()
 
     def run(
@@ -158,8 +166,12 @@ class TrainingStep:
                 outcome.advantages |= advantages
                 refs += self._accumulate(result.group.samples, advantages, last=not missing, rotate=len(outcome.groups))
             with marked_timer("update_actor", timing_raw):
-                self._get(refs, "training the fragments of a logical batch", outcome)
-                if deferred:
+                doing = "training the fragments of a logical batch"
+                if not self._fitted(self._get(refs, doing, outcome), outcome):
+                    if deferred:
+                        outcome.advantages |= self._advantages(members, norm)[0]
+                    self._whole_batch(batch, outcome, "training a logical batch again in smaller tiles")
+                elif deferred:
                     self._commit_deferred(batch, members, outcome)
                 else:
                     self._commit(outcome)
@@ -172,10 +184,26 @@ class TrainingStep:
 
     def _whole_batch(self, batch: Sequence[PromptGroup], outcome: StepOutcome, doing: str) -> None:
         """A logical batch as one fragment, with the advantages that are known by now."""
-        self._begin()
         samples = [sample for group in batch for sample in group.samples]
-        self._get(self._accumulate(samples, outcome.advantages, last=True), doing, outcome)
+        while True:
+            self._begin()
+            done = self._get(self._accumulate(samples, outcome.advantages, last=True), doing, outcome)
+            if self._fitted(done, outcome):
+                break
         self._commit(outcome)
+
+    def _fitted(self, done: list[dict[str, Any]], outcome: StepOutcome) -> bool:
+        """Whether every tile fitted into memory; if not, the transaction is gone and tiles are half as large."""
+        too_large = [result["too_large"] for result in done if result["too_large"]]
+        if not too_large:
+            return True
+        self._get(self.ranks.call("abort"), "dropping a logical batch that did not fit into memory")
+        self.tile_size.halve(min(too_large))
+        outcome.repeated += 1
+        logger.warning(
+            "out of memory in a tile of %d cells: trying again with %d", min(too_large), self.tile_size.cells
+        )
+        return False
 
     def _commit_deferred(self, batch, members: list[GroupResult], outcome: StepOutcome) -> None:
         advantages, metrics = self._advantages(members, "global")
@@ -209,13 +237,15 @@ class TrainingStep:
             transitions=self.plan.transitions,
             advantages={sample: advantages[sample] for sample in samples},
             stale=self._stale.intersection(samples),
+            max_cells=self.tile_size.cells,
             rotate=rotate,
             last=last,
         )
         return self.ranks.call("accumulate", fragment)
 
     def _commit(self, outcome: StepOutcome, scale: float = 1.0) -> None:
-        outcome.commits.append(self._get(self.ranks.call("commit", scale), "committing a logical batch")[0])
+        metrics = self._get(self.ranks.call("commit", scale), "committing a logical batch")[0]
+        outcome.commits.append(metrics | {"tile_cells": self.tile_size.cells})
 
     def _get(self, refs: list, doing: str, outcome: StepOutcome | None = None) -> list[Any]:
         started = time.perf_counter()

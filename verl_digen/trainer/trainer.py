@@ -30,6 +30,7 @@ from verl_digen.config.unread import check_unread
 from verl_digen.data.prompts import PromptDataset, batch_indices, group_uid
 from verl_digen.diffusion.losses import FlowGRPOConfig
 from verl_digen.engine.optimizer import check_optimizer
+from verl_digen.engine.tilesize import TileSize
 from verl_digen.engine.transaction import StepRule
 from verl_digen.models.adapter import check_adapter
 from verl_digen.models.family import Guidance, family_for
@@ -46,7 +47,7 @@ from verl_digen.trainer.pools import REWARD_POOL, ROLLOUT_POOL, TRAINER_POOL, Di
 from verl_digen.trainer.resume import ENGINE_FOLDER, find_checkpoint, run_state, save_run
 from verl_digen.trainer.rewards import DiffusionRewardLoopManager, build_rewards
 from verl_digen.trainer.runfolder import lock_folder, put_log_back, set_log_aside
-from verl_digen.trainer.startup import load_models, start_workers
+from verl_digen.trainer.startup import find_tile_size, load_models, start_workers, tile_size
 from verl_digen.trainer.step import StepOutcome, TrainingStep
 from verl_digen.trainer.timeline import StepTimes, bubble_metrics, learn, step_trace
 from verl_digen.trainer.tracefiles import write_step_trace
@@ -131,6 +132,16 @@ class DigenTrainer(PPOTrainer):
         self.llm_server_manager = self.teacher_model_manager = None
         if resumed is not None:
             self.load_engines(resumed)
+        self.tile_size = self._tile_size()
+        self._find_tile_size()
+
+    def _tile_size(self) -> TileSize:
+        folder = self.config.trainer.default_local_dir
+        return tile_size(self.plan, folder, self.expected_sampling["train"], self.model_config)
+
+    def _find_tile_size(self) -> None:
+        limited = self.config.trainer.device != "cpu"
+        find_tile_size(self.tile_size, self.plan, self.ranks, self.fleet, self.train_dataset, limited=limited)
 
     def _init_tokenizer(self) -> None:
         """Prompts are tokenised by the model family in the replicas."""
@@ -267,7 +278,7 @@ class DigenTrainer(PPOTrainer):
         groups, ahead = self._groups_of_step(self.global_steps), []
         if self.plan.digen.tcss.enable and self.global_steps < self.total_training_steps:
             ahead = self._groups_of_step(self.global_steps + 1)
-        runner = TrainingStep(self.plan, self.ranks, self.agent_loop_manager)
+        runner = TrainingStep(self.plan, self.ranks, self.agent_loop_manager, self.tile_size)
         self.outcome = runner.run(
             groups,
             version=self.fleet.version,

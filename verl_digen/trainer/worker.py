@@ -19,14 +19,15 @@ from verl.workers.engine_workers import TrainingWorker
 from verl_digen.config.deadlines import Deadlines
 from verl_digen.config.digen import DigenConfig
 from verl_digen.engine.tiles import SampleRow, cells_of_rank
-from verl_digen.engine.tilesize import TileSize
+from verl_digen.engine.tilesize import DryRun
 from verl_digen.engine.transaction import StepRule, Transaction, TransactionError
 from verl_digen.models.precision import constants
-from verl_digen.platform.memory import peak_memory_bytes, reset_peak_memory
+from verl_digen.platform.memory import peak_memory_bytes, reset_peak_memory, total_bytes
 from verl_digen.rollout.replica import RolloutRole
 from verl_digen.rollout.requests import Fragment, row_key
 from verl_digen.sync.checksum import computed_with
 from verl_digen.sync.ends import Place, WeightEnd, counted, summary
+from verl_digen.trainer.device import DeviceOwner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class TrainFragment:
         samples: (uid, j).
         transitions: trained transitions K of each sample.
         advantages: by (uid, j).
+        max_cells: of a tile.
         rotate: which rank takes the first, larger share, so that many small fragments balance out.
         last: it completes the logical batch.
         partition: of the TransferQueue.
@@ -46,6 +48,7 @@ class TrainFragment:
     samples: tuple[tuple[str, int], ...]
     transitions: int
     advantages: dict[tuple[str, int], float]
+    max_cells: int
     rotate: int
     last: bool
     partition: str = "train"
@@ -88,7 +91,6 @@ class DiffusionActorWorker(RolloutRole, WeightEnd, TrainingWorker):
         self.digen, self.rule, self.seed, self.colocated = digen, rule, seed, colocated
         self.engine.configure(digen, with_reference=with_reference, seed=seed)
         self.transaction: Transaction | None = None
-        self._paused = False
         self._commits = 0
         self._published: tuple[int, bool, int] = (-1, False, 0)
         self.init_end(bucket_bytes, Deadlines.of(digen.failure))
@@ -98,10 +100,10 @@ class DiffusionActorWorker(RolloutRole, WeightEnd, TrainingWorker):
         """Build the engine, and the replica in colocated placement."""
         self.use_device()
         self.engine.initialize()
-        self.tile_size = TileSize.of(self.digen.tsp, self.engine.device, self.engine.family.synchronize)
         tq.init()
         if self.colocated:
             self.init_sampler(self.model_config, self.digen, self.seed, f"replica{dist.get_rank()}")
+        self.device_owner = DeviceOwner(self.engine, self.sampler)
         computed = [computed_with(self.engine.computed, constants(self.engine.module))]
         if self.colocated:
             computed.append(self.sampler.computed())
@@ -119,18 +121,15 @@ class DiffusionActorWorker(RolloutRole, WeightEnd, TrainingWorker):
         if self.transaction is not None:
             raise TransactionError("a transaction is open already; commit or abort it first")
         reset_peak_memory()
-        if self.colocated and self.engine.is_param_offload_enabled:
-            self.sampler.to(torch.device("cpu"))  # only one of the two copies is on the device
-        self._mode = self.engine.train_mode()
-        self._mode.__enter__()
+        self.device_owner.begin()
         self._conditions: dict[str, tuple[dict, dict | None]] = {}
         self.transaction = Transaction(
             self.engine,
             self.rule,
-            self.tile_size,
             planned_cells=planned_cells,
             on_policy=on_policy,
             clamped=clamped,
+            yields=self.device_owner.shared,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -138,23 +137,21 @@ class DiffusionActorWorker(RolloutRole, WeightEnd, TrainingWorker):
         """Fetch this rank's rows and run its tiles; returns what was done and when."""
         transaction = self._open()
         started = time.time()
-        if self._paused:
-            self._wake()
+        self.device_owner.train()
         ranks = dist.get_world_size()
-        tiles, largest = cells_of_rank(
+        tiles = cells_of_rank(
             len(fragment.samples),
             fragment.transitions,
             rank=(dist.get_rank() - fragment.rotate) % ranks,
             ranks=ranks,
-            max_cells=self.tile_size.cells,
+            max_cells=fragment.max_cells,
             tsp=self.rule.tsp,
         )
         needed = sorted({sample for tile in tiles for sample, _ in tile}) or [0]
         rows = dict(zip(needed, self._fetch([fragment.samples[i] for i in needed], fragment), strict=True))
         fetched = time.time()
         torch.set_num_threads(self._train_threads)  # the TransferQueue's client sets its own
-        tile_times = transaction.accumulate(rows, tiles, largest=largest, idle_row=rows[needed[0]], last=fragment.last)
-        self.tile_size.end_of_fragment()
+        tile_times = transaction.accumulate(rows, tiles, idle_row=rows[needed[0]], last=fragment.last)
         if self.engine.family.runs_behind:  # the host's clock is ahead of the device's: share its time by cells
             self.engine.family.synchronize()
             tile_times = _by_cells(fetched, time.time(), [cells for _, _, cells in tile_times])
@@ -168,6 +165,7 @@ class DiffusionActorWorker(RolloutRole, WeightEnd, TrainingWorker):
             "rank": dist.get_rank(),
             "rounds": len(tiles),
             "tile_times": tile_times,
+            "too_large": transaction.too_large,
         }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -175,15 +173,11 @@ class DiffusionActorWorker(RolloutRole, WeightEnd, TrainingWorker):
         """Step the optimizer once and close the transaction."""
         transaction = self._open()
         started = time.time()
-        if self._paused:
-            self._wake()
+        self.device_owner.train()
         try:
-            counts = torch.tensor(
-                [transaction.cells, self.tile_size.splits], dtype=torch.int64, device=self.engine.device
-            )
-            dist.all_reduce(counts)
-            cells, splits = counts.tolist()
-            metrics = transaction.commit(cells, scale)
+            cells = torch.tensor(transaction.cells, dtype=torch.int64, device=self.engine.device)
+            dist.all_reduce(cells)
+            metrics = transaction.commit(int(cells), scale)
             self._commits += 1
         finally:
             self._close()
@@ -191,32 +185,48 @@ class DiffusionActorWorker(RolloutRole, WeightEnd, TrainingWorker):
         ended = time.time()
         metrics |= {"commit_s": ended - started, "commit_started": started, "commit_ended": ended}
         metrics["peak_memory_gb"] = peak_memory_bytes() / 2**30
-        metrics["tile_cells"] = self.tile_size.cells if self.tile_size.auto else 0
-        metrics["tile_splits"] = splits
         return metrics
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def generate(self, fragment: Fragment):
-        """As a replica (colocated): with offloading, an open transaction leaves the device to the sampler."""
-        if self.transaction is not None and self.engine.is_param_offload_enabled and not self._paused:
-            self.transaction.pause()
-            self.engine.to("cpu", model=True, optimizer=False, grad=False)
-            self._paused = True
-        return super().generate(fragment)
-
-    def _wake(self) -> None:
-        """Undo what :meth:`generate` put aside."""
-        self.sampler.to(torch.device("cpu"))
-        self.engine.to(get_device_name(), model=True, optimizer=False, grad=False)
-        self.transaction.resume()
-        self._paused = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def abort(self) -> None:
         """Close the transaction, if one is open, without a trace."""
         if self.transaction is not None:
-            self.transaction.abort()
-            self._close()
+            try:
+                self.device_owner.train()
+                self.transaction.abort()
+            finally:
+                self._close()
+
+    # ---- tile size -----------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def find_tile_size(self, largest: int, cond: dict, negative: dict | None) -> int:
+        """Cells of a tile, at most ``largest``, by a dry run with the prompt tensors given; see :class:`DryRun`."""
+        family, sampling = self.engine.family, self.digen.sampling
+        asked = (sampling.height, sampling.width, sampling.num_frames)
+        size = [a if a is not None else d for a, d in zip(asked, family.default_size(), strict=True)]
+        self.device_owner.begin()
+        try:
+            dry_run = DryRun(
+                self.engine,
+                self.rule,
+                self.digen.tsp,
+                latent_shape=family.latent_shape(*size),
+                cond=cond,
+                negative=negative,
+                total=total_bytes(),
+            )
+            return dry_run.find(largest)
+        finally:
+            self.device_owner.end()
+
+    # ---- as a replica (colocated) --------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def generate(self, fragment: Fragment):
+        """See :meth:`RolloutRole.generate`."""
+        self.device_owner.generate()
+        return super().generate(fragment)
 
     def _open(self) -> Transaction:
         if self.transaction is None:
@@ -225,8 +235,7 @@ class DiffusionActorWorker(RolloutRole, WeightEnd, TrainingWorker):
 
     def _close(self) -> None:
         self.transaction = None
-        self._paused = False
-        self._mode.__exit__(None, None, None)
+        self.device_owner.end()
 
     def _fetch(self, samples, fragment: TrainFragment) -> list[SampleRow]:
         uids = list(dict.fromkeys(uid for uid, _ in samples))
