@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -11,9 +12,12 @@ import torch
 import torch.distributed as dist
 
 from tests.engine.harness import (
+    STEPS,
     Options,
     accumulate,
     build_engine,
+    build_sampler,
+    fragment,
     gradients,
     initial_rows,
     open_transaction,
@@ -65,12 +69,12 @@ def gradient(engine, step_rule, rank: int) -> dict[str, torch.Tensor]:
     return result
 
 
-def spoil(engine, step_rule, rank: int, where: str, fragment: int) -> None:
+def spoil(engine, step_rule, rank: int, where: str, failing: int) -> None:
     """A transaction in which rank 1 fails in one of its two fragments, and goes on with the other one."""
     rows = initial_rows("float64")
     transaction = open_transaction(engine, step_rule)
     for number, part in enumerate((rows[:2], rows[2:])):
-        with short_of_memory(engine, 1 if rank == 1 and number == fragment else 9, where):
+        with short_of_memory(engine, 1 if rank == 1 and number == failing else 9, where):
             accumulate(transaction, part, 2, rank=rank, ranks=2, last=number == 1)
     assert transaction.too_large == (2 if rank == 1 else 0)
     transaction.abort()
@@ -94,8 +98,8 @@ def both_ranks(rank: int, folder: str) -> None:
             step_rule = rule(reduce=reduce, loss={"kl_beta": 0.5 * options.get("reference", False)})
             plain = gradient(engine, step_rule, rank)
             for where in ("forward", "backward"):
-                for fragment in (0, 1):  # the last one reduces gradients over the ranks
-                    spoil(engine, step_rule, rank, where, fragment)
+                for number in (0, 1):  # the last fragment reduces gradients over the ranks
+                    spoil(engine, step_rule, rank, where, number)
             assert same_bits(gradient(engine, step_rule, rank), plain), (name, reduce)
     with short_of_memory(engine, 3 if rank == 1 else 9, "backward"):
         assert dry_run(engine, step_rule, rank, False, None).find(8) == 2  # 8, 4 and then 2, on both ranks
@@ -138,3 +142,39 @@ def test_the_size_is_remembered_for_a_model_and_shape(tmp_path):
     assert TileSize(str(tmp_path), "model b", 12).cells == 7
     with pytest.raises(TransactionError, match="1 cell does not fit"):
         again.halve(1)
+
+
+@pytest.mark.parametrize("validate", [False, True])
+def test_a_batch_of_samples_that_does_not_fit_is_halved(validate):
+    """4 samples, then 2, of which one half fits; the next batch is not tried whole again."""
+    sampler = build_sampler(Options())
+    work = fragment()
+    if validate:
+        work = replace(work, groups={uid: replace(g, partition="val") for uid, g in work.groups.items()})
+    whole = sampler.run(work)
+    tried = []
+
+    def cramped(module, inputs, output):
+        tried.append(len(output[-1]))
+        if tried[-1] > 2:
+            raise torch.OutOfMemoryError("no room")
+
+    sampler.transformer.transformer_blocks[-1].register_forward_hook(cramped)
+    for expected in ([4, *[2] * STEPS * 2], [2] * STEPS * 2):
+        tried.clear()
+        halves = sampler.run(work)
+        assert tried == expected
+        assert halves.noise_hashes == whole.noise_hashes and halves.selections == whole.selections
+        assert halves.result.starts == whole.result.starts and halves.embeddings.keys() == whole.embeddings.keys()
+        assert torch.allclose(halves.result.x_final, whole.result.x_final, rtol=0, atol=1e-12)
+        assert halves.pixels.shape == whole.pixels.shape
+        for name in ("latents", "sigmas", "log_probs"):
+            for a, b in zip(getattr(halves.result, name), getattr(whole.result, name), strict=True):
+                assert torch.allclose(a, b, rtol=0, atol=1e-9)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    sampler.transformer.register_forward_pre_hook(full)
+    with pytest.raises(torch.OutOfMemoryError):
+        sampler.run(work)

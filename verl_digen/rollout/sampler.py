@@ -6,10 +6,12 @@ one that training uses; latents are kept before any cast.
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -22,8 +24,12 @@ from verl_digen.diffusion.windows import StepSelection, select_steps
 from verl_digen.models.family import Guidance, family_for, stack_conditions
 from verl_digen.models.lora import add_lora
 from verl_digen.models.precision import constants, settle
+from verl_digen.platform.memory import release_cached
 from verl_digen.rollout.requests import Fragment, PromptGroup
 from verl_digen.sync.checksum import computed_with, tensors_checksum
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 
 @dataclass
@@ -67,6 +73,7 @@ class Sampler:
         self.version: int | None = None
         self._cache: OrderedDict[str, dict] = OrderedDict()
         self._cache_size = cache_size
+        self._fits: dict[bool, int] = {}  # samples of a batch, in training and in validation, after one did not fit
 
     def load(self) -> None:
         """Load the model from disk; its weights carry no version until :meth:`load_weights`."""
@@ -181,9 +188,27 @@ class Sampler:
             transition_kind=self.digen.sampling.kind,
         )
 
-    @torch.no_grad()
     def run(self, fragment: Fragment) -> DenoisedFragment:
-        """Denoise, decode. Raises whatever the model raises; nothing is kept of a failed fragment."""
+        """Denoise, decode. Raises whatever the model raises; nothing is kept of a failed fragment.
+
+        A batch that does not fit into memory is done in halves, and later ones of its kind are too: a row does not
+        depend on its neighbours, but for rounding.
+        """
+        samples = fragment.samples
+        if len(samples) <= self._fits.get(fragment.validate, len(samples)):
+            try:
+                return self._run(fragment)
+            except torch.OutOfMemoryError:
+                if len(samples) == 1:
+                    raise
+                self._fits[fragment.validate] = len(samples) // 2
+            logger.warning("%d samples do not fit into memory together: halved", len(samples))
+            release_cached()  # not in the handler: the error's traceback holds the tensors of the batch
+        middle = (len(samples) + 1) // 2
+        return _joined([self.run(replace(fragment, samples=part)) for part in (samples[:middle], samples[middle:])])
+
+    @torch.no_grad()
+    def _run(self, fragment: Fragment) -> DenoisedFragment:
         validate = fragment.validate
         marks = [self._mark()]
         guidance = self.guidance(validate)
@@ -234,3 +259,24 @@ class Sampler:
         """The clock, when the device has done all it was asked for."""
         self.family.synchronize()
         return time.perf_counter()
+
+
+def _joined(parts: list[DenoisedFragment]) -> DenoisedFragment:
+    """Parts of a fragment as one, in their order."""
+    results = [part.result for part in parts]
+    of_steps = [result.step_log_probs for result in results]
+    return DenoisedFragment(
+        result=DenoiseResult(
+            x_final=torch.cat([result.x_final for result in results]),
+            latents=[row for result in results for row in result.latents],
+            sigmas=[row for result in results for row in result.sigmas],
+            log_probs=[row for result in results for row in result.log_probs],
+            starts=[row for result in results for row in result.starts],
+            step_log_probs=None if of_steps[0] is None else torch.cat(of_steps, dim=1),
+        ),
+        selections=[selection for part in parts for selection in part.selections],
+        pixels=np.concatenate([part.pixels for part in parts]),
+        noise_hashes=[noise for part in parts for noise in part.noise_hashes],
+        embeddings={uid: tensors for part in parts for uid, tensors in part.embeddings.items()},
+        phases={name: sum(part.phases[name] for part in parts) for name in parts[0].phases},
+    )
