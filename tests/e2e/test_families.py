@@ -85,6 +85,7 @@ def test_two_steps_and_an_export(pools, family, tmp_path):
             torch.testing.assert_close(dict(pipeline.transformer.named_parameters())[name], weight)
     grid = np.asarray(Image.open(next((Path(folder) / "grids").glob("*.png"))))
     assert grid.std() > 0
+    assert bool(list((Path(folder) / "grids").glob("*.gif"))) == (VIDEO[0] in options)
 
 
 def _prompts(run) -> list[str]:

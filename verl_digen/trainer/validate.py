@@ -17,6 +17,7 @@ from verl_digen.config.digen import FunctionSpec
 from verl_digen.rewards.metrics import METRICS
 from verl_digen.rollout.requests import VALIDATION, GroupResult
 from verl_digen.trainer.metrics import numbers
+from verl_digen.trainer.videos import side_by_side, write_gif
 
 Sample = tuple[str, int]
 
@@ -86,13 +87,12 @@ class Validator:
         trainer = self.trainer
         by_sample = {(s.uid, s.j): (r.group.prompt, s.reward) for r in results for s in r.samples}
         path = Path(trainer.config.trainer.default_local_dir) / "grids" / f"step_{trainer.global_steps:05d}.png"
-        figure = draw_grid(
-            [self.manager.pixels[s] for s in shown],
-            [by_sample[s] for s in shown],
-            f"step {trainer.global_steps}",
-        )
+        images = [self.manager.pixels[s] for s in shown]
+        figure = draw_grid(images, [by_sample[s] for s in shown], f"step {trainer.global_steps}")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
+        if images[0].ndim == 4:
+            write_gif(path.with_suffix(".gif"), side_by_side(images))
         log_grid(trainer.logger.logger, path, trainer.global_steps)
 
 
@@ -178,7 +178,8 @@ def log_grid(loggers: dict[str, Any], path: Path, step: int) -> None:
 
 
 def dump_samples(trainer, results: list[GroupResult], folder: str) -> None:
-    """Write ``STEP.jsonl`` and the images ``STEP/UID_J.png`` (of a video the middle frame) of complete groups."""
+    """Write ``STEP.jsonl`` and the images ``STEP/UID_J.png`` of complete groups; of a video the middle frame, and the
+    whole as ``STEP/UID_J.gif``."""
     from PIL import Image
 
     step, pixels = trainer.global_steps, trainer.agent_loop_manager.pixels
@@ -192,6 +193,8 @@ def dump_samples(trainer, results: list[GroupResult], folder: str) -> None:
                 frame = image[len(image) // 2] if image.ndim == 4 else image
                 name = f"{s.uid}_{s.j}.png"
                 Image.fromarray(frame[..., 0] if frame.shape[-1] == 1 else frame).save(image_dir / name)
+                if image.ndim == 4:
+                    write_gif(image_dir / f"{s.uid}_{s.j}.gif", image)
                 row = {
                     "step": step,
                     "uid": s.uid,
