@@ -244,7 +244,7 @@ class Run:
         ray.get([s.__ray_call__.remote(_configure_sampler, plan.digen) for s in samplers])
         self.manager.pool.expected = trainer.expected_sampling
         self.manager.begin(plan.digen, plan.n, trainer.get_llm_client().ledger)
-        self.manager.__dict__.pop("next_group", None)
+        self.manager.__dict__.pop("group_within", None)
         if resumed is not None:
             trainer.load_engines(resumed)
         trainer.tile_size = trainer._tile_size()
@@ -261,16 +261,19 @@ class Run:
 
     def order_groups(self, order) -> Run:
         """Hold the groups of a step back until all are there, and hand them on as ``order(list)`` says."""
-        receive, held = self.manager.next_group, []
+        receive, held = self.manager.group_within, []
 
-        def next_group(timeout_s: float):
+        def group_within(timeout_s: float, wait_s: float):
             if not held:
-                arrived = [receive(timeout_s) for _ in range(self.trainer.plan.prompts)]
+                arrived = []
+                while len(arrived) < self.trainer.plan.prompts:
+                    group = receive(timeout_s, timeout_s)
+                    arrived += [] if group is None else [group]
                 place = {g.uid: i for i, g in enumerate(self.trainer._groups_of_step(self.trainer.global_steps))}
                 held.extend(order(sorted(arrived, key=lambda result: place[result.group.uid])))
             return held.pop(0)
 
-        self.manager.next_group = next_group
+        self.manager.group_within = group_within
         return self
 
     def fit(self) -> Run:

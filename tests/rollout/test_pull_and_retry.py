@@ -17,6 +17,7 @@ from verl_digen.rollout.book import GroupBook, Order
 from verl_digen.rollout.manager import DiffusionRolloutManager, RolloutError, RolloutPool
 from verl_digen.rollout.requests import VALIDATION, FragmentReport, PromptGroup
 from verl_digen.schedule.gap import plan_fragments
+from verl_digen.schedule.profile import Profile
 from verl_digen.schedule.tcss import StaleLedger
 
 EFFECTIVE = {"num_steps": 4}
@@ -346,6 +347,28 @@ def test_a_wait_says_what_it_waits_for(build):
     setup.manager.generate_sequences(groups(1), version=0, training_step=1)
     with pytest.raises(TimeoutError, match=r"4 samples of 1 groups are missing: g0 \(4 of 4\)"):
         setup.manager.next_group(0.2)
+
+
+def test_a_waiting_trainer_can_be_woken_and_told_when_to_look_again(build):
+    setup = build(seconds=(5.0,), generate_timeout_s=60.0)
+    setup.manager.generate_sequences(groups(1), version=0, training_step=1)
+    assert setup.manager.group_within(60.0, 0.05) is None  # its time is over
+    setup.manager.wake()
+    assert setup.manager.group_within(60.0, 60.0) is None  # at once
+    setup.manager.wake()
+    with pytest.raises(TimeoutError, match="for 0.1 s"):  # who waits for a group alone is not woken
+        setup.manager.next_group(0.1)
+
+
+def test_arrivals_are_forecast_from_what_replicas_have_and_what_waits(build):
+    """A fragment of 2 samples takes 20 s by the profile. Three groups of 2 fragments on two replicas."""
+    setup = build(replicas=2, seconds=(5.0, 5.0), generate_timeout_s=60.0)
+    manager = setup.manager
+    manager.generate_sequences(groups(3), version=0, training_step=1)
+    profile = Profile(denoise_s=1.0, train_cell_s=1.0, score_s=3.0)  # and DigenConfig's 10 steps
+    assert manager.arrivals(["g0", "g1", "g2"], profile, 1000.0) == pytest.approx([23.0, 43.0, 63.0], abs=2.0)
+    assert manager.arrivals(["g1"], profile, 1000.0) == pytest.approx([43.0], abs=2.0)
+    assert len(manager.arrivals(["g0", "g1", "g2"], profile, 50.0)) == 2
 
 
 def test_pixels_of_asked_samples_reach_the_driver(build):

@@ -169,6 +169,10 @@ class GroupBook:
         results = [got[j] for j in range(group.n)]
         return GroupResult(group, results, results[0].version, time.time())
 
+    def missing(self, uids: Iterable[str]) -> dict[str, int]:
+        """Samples that are not scored yet, of those of the groups that are incomplete."""
+        return self._assembler.missing(uids)
+
     def waiting_for(self, step: int) -> str:
         """Samples of a step that are not there yet, in words."""
         groups = self._steps[step].groups if step in self._steps else {}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ import ray
 from verl_digen.config.deadlines import QUEUE_DEPTH
 from verl_digen.rollout.book import GroupBook, Order
 from verl_digen.rollout.requests import FragmentReport, RolloutError, named
+from verl_digen.schedule.forecast import Pending
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -42,6 +44,8 @@ class Seat:
     Attributes:
         version: of the weights that the next fragment submitted to it will find.
         outstanding: fragments that it has.
+        orders: those fragments, in the order in which it will generate them.
+        since: when it began the first of them (monotonic clock).
         serving: it may be given fragments.
     """
 
@@ -49,6 +53,8 @@ class Seat:
         self.replica = replica
         self.version = version
         self.outstanding = 0
+        self.orders: list[Order] = []
+        self.since = 0.0
         self.serving = True
 
 
@@ -123,7 +129,26 @@ class Dispatcher:
         serving = sum(count for (held, _), count in self._with.items() if held == version)
         return book.queue.available(version) >= serving
 
+    def at_work(self, generate_s: Callable[[int], float]) -> tuple[list[Pending], list[tuple[float, float]]]:
+        """What replicas have, with the seconds it will take, and (seconds until it is free, speed) of all that serve.
+
+        Args:
+            generate_s: time of a fragment of some samples, seconds.
+        """
+        now, pending, lanes = time.monotonic(), [], []
+        for seat in self.seats:
+            left = min(0.0, seat.since - now)
+            for order in seat.orders:
+                left = max(0.0, left + generate_s(len(order.fragment.samples)))
+                pending.append(Pending(left, order.fragment.samples))
+            if seat.serving:
+                lanes.append((max(0.0, left), 1.0))
+        return pending, lanes
+
     def _start(self, seat: Seat, book: GroupBook, order: Order) -> None:
+        if not seat.orders:
+            seat.since = time.monotonic()
+        seat.orders.append(order)
         self._count(seat, outstanding=seat.outstanding + 1)
         worker = seat.replica.workers[0]
         call = worker.generate.options(num_returns=2).remote(order.fragment)
@@ -136,13 +161,18 @@ class Dispatcher:
             report = await asyncio.wait_for(value_of(report_ref), timeout_s)
             self._check(order, report)
         except Exception as error:  # noqa: BLE001 - counted, and raised when the retries are used up
-            self._count(seat, outstanding=seat.outstanding - 1)
+            self._ended(seat, order)
             await self._failed(seat, worker, book, order, error)
             return
-        self._count(seat, outstanding=seat.outstanding - 1)
+        self._ended(seat, order)
         self._delivered(book, order, report, pixels_ref)
         for _ in range(QUEUE_DEPTH):
             self._pull(seat)
+
+    def _ended(self, seat: Seat, order: Order) -> None:
+        seat.orders.remove(order)
+        seat.since = time.monotonic()
+        self._count(seat, outstanding=seat.outstanding - 1)
 
     def _count(self, seat: Seat, **changes) -> None:
         """Change a seat and keep the counts."""

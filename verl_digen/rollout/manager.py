@@ -21,7 +21,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,9 @@ from verl_digen.rollout.requests import (
     RolloutError,
 )
 from verl_digen.rollout.scoring import Scorer
+from verl_digen.schedule.forecast import Pending, group_arrivals
 from verl_digen.schedule.gap import plan_fragments
+from verl_digen.schedule.profile import Profile
 from verl_digen.schedule.tcss import StaleLedger
 from verl_digen.schedule.work import Fragment as PlannedFragment
 
@@ -104,11 +106,12 @@ class DiffusionRolloutManager:
     def begin(self, digen: DigenConfig, group_size: int, ledger: StaleLedger) -> None:
         """Begin a run with nothing announced; the replicas hold the version that the ledger says is published."""
         self.digen, self.group_size, self.pool.ledger = digen, group_size, ledger
-        self._done: queue.Queue[tuple[GroupBook, int, GroupResult] | BaseException] = queue.Queue()
+        self._done: queue.Queue[tuple[GroupBook, int, GroupResult] | BaseException | None] = queue.Queue()
         self._training = GroupBook(ledger, same_noise=digen.sampling.same_noise)
         self._current: tuple[GroupBook, int] = self._training, ledger.published
         self._early: dict[tuple[GroupBook, int], deque[GroupResult]] = {}
         self._keep_pixels: set[tuple[str, int]] = set()
+        self._scoring: dict[int, tuple[Order, float]] = {}
         self._activity = Activity()
         self._call(self._begin)
 
@@ -168,15 +171,25 @@ class DiffusionRolloutManager:
             StalenessError: the group is staler than allowed.
             TimeoutError: nothing was completed in time; says what is being waited for.
         """
-        early, deadline = self._early.get(self._current), time.monotonic() + timeout_s
+        while (result := self.group_within(timeout_s, math.inf)) is None:
+            continue  # somebody else was to be woken
+        return result
+
+    def group_within(self, timeout_s: float, wait_s: float) -> GroupResult | None:
+        """As :meth:`next_group`; None when ``wait_s`` seconds passed before, or :meth:`wake` was called."""
+        early, started = self._early.get(self._current), time.monotonic()
         result = early.popleft() if early else None
         while result is None:
             try:
-                item = self._done.get(timeout=max(0.0, deadline - time.monotonic()))
+                item = self._done.get(timeout=max(0.0, started + min(timeout_s, wait_s) - time.monotonic()))
             except queue.Empty:
+                if wait_s < timeout_s:
+                    return None
                 raise TimeoutError(
                     f"no prompt group was completed for {timeout_s:g} s; waiting for {self.waiting_for()}"
                 ) from None
+            if item is None:
+                return None
             if isinstance(item, BaseException):
                 raise item
             book, step, group = item
@@ -189,6 +202,14 @@ class DiffusionRolloutManager:
         result.staleness = book.ledger.consume(result.group.uid, step, result.version)
         result.taken = time.time()
         return result
+
+    def wake(self) -> None:
+        """Make a thread that is in :meth:`group_within` look at the world again."""
+        self._done.put(None)
+
+    def arrivals(self, uids: Iterable[str], profile: Profile, horizon_s: float) -> list[float]:
+        """Predicted seconds until further ones of these groups are complete, as far as they lie within the horizon."""
+        return self._call(self._arrivals, uids, profile, horizon_s)
 
     @contextmanager
     def publishing(self, version: int, *, averaged: bool = False):
@@ -292,11 +313,32 @@ class DiffusionRolloutManager:
     def _delivered(self, book: GroupBook, order: Order, report: FragmentReport, pixels_ref) -> None:
         self._spawn(self._score(book, order, report, pixels_ref))
 
+    def _arrivals(self, uids: Iterable[str], profile: Profile, horizon_s: float) -> list[float]:
+        book, step = self._current
+        now, steps = time.monotonic(), self.digen.sampling.num_steps
+
+        def generate_s(load: int) -> float:
+            return profile.generate_s(steps, load) + profile.encode_s
+
+        generating, lanes = self._dispatcher.at_work(generate_s)
+        scored = [(at + profile.score_s - now, order.fragment.samples) for order, at in self._scoring.values()]
+        return group_arrivals(
+            book.missing(uids),
+            generating=generating,
+            scoring=[Pending(*soon) for soon in scored],
+            waiting=book.queue.upcoming(step),
+            lanes=lanes,
+            generate_s=generate_s,
+            score_s=profile.score_s,
+            horizon_s=horizon_s,
+        )
+
     async def _score(self, book: GroupBook, order: Order, report: FragmentReport, pixels_ref) -> None:
         """Have a fragment scored; pixels go from the replica to the reward worker, not through the driver.
 
         It counts as generated when it is scored: its pixels are on the replica's node, and are lost with it.
         """
+        self._scoring[id(order)] = order, time.monotonic()
         try:
             scores, scoring = await self._scorer.score(report, pixels_ref)
             wanted = [(i, s) for i, s in enumerate(report.samples) if s in self._keep_pixels]
@@ -304,6 +346,8 @@ class DiffusionRolloutManager:
         except ray.exceptions.ObjectLostError:
             self._dispatcher.again(book, order, f"{report.replica}: its pixels were lost with its node")
             return
+        finally:
+            del self._scoring[id(order)]
         if not book.queue.finished(order.claim):  # its group starts over
             self._dispatcher.fill()
             return

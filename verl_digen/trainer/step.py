@@ -26,6 +26,8 @@ from verl_digen.diffusion.advantages import ADVANTAGE_EPS, group_advantages
 from verl_digen.engine.tilesize import TileSize
 from verl_digen.rollout.manager import DiffusionRolloutManager
 from verl_digen.rollout.requests import GroupResult, PromptGroup, SampleResult
+from verl_digen.schedule.measure import Measured
+from verl_digen.trainer.feed import Feed
 from verl_digen.trainer.worker import TrainFragment
 from verl_digen.trainer.workgroup import TrainerGroup
 
@@ -71,10 +73,19 @@ class TrainingStep:
         ranks: the Trainer.
         manager: the rollout manager.
         tile_size: most cells of a tile; smaller after a rank ran out of memory.
+        measured: costs of the run so far.
     """
 
-    def __init__(self, plan: RunPlan, ranks: TrainerGroup, manager: DiffusionRolloutManager, tile_size: TileSize):
-        self.plan, self.ranks, self.manager, self.tile_size = plan, ranks, manager, tile_size
+    def __init__(
+        self,
+        plan: RunPlan,
+        ranks: TrainerGroup,
+        manager: DiffusionRolloutManager,
+        tile_size: TileSize,
+        measured: Measured,
+    ):
+        self.plan, self.ranks, self.manager = plan, ranks, manager
+        self.tile_size, self.measured = tile_size, measured
         self._stale: frozenset[Sample] = frozenset()
 
     def run(
@@ -142,29 +153,24 @@ class TrainingStep:
         rewards, and the commit scales their gradient. The loss is linear in that scale unless advantages are clamped;
         a batch that turns out to need the clamp is accumulated once more, whole.
         """
-        waiting: dict[str, GroupResult] = {}
         norm = self.plan.digen.algorithm.norm
         deferred = norm == "global"
+        feed = Feed(self.plan, self.ranks, self.manager, self.measured, lambda: self.tile_size.cells)
         for batch in batches:
-            missing = {group.uid for group in batch}
             members: list[GroupResult] = []
-            self._begin(clamped=not deferred)
             refs: list = []
-            while missing:
-                uid = next((uid for uid in missing if uid in waiting), None)
-                if uid is None:
-                    with marked_timer("gen", timing_raw):
-                        result = self._next_group()
-                    waiting[result.group.uid] = result
-                    continue
-                result = waiting.pop(uid)
-                missing.discard(uid)
-                members.append(result)
-                outcome.groups.append(result)
-                self._stale |= _stale_samples([result])
-                advantages, _ = self._advantages([result], "none" if deferred else norm)
-                outcome.advantages |= advantages
-                refs += self._accumulate(result.group.samples, advantages, last=not missing, rotate=len(outcome.groups))
+            self._begin(clamped=not deferred)
+            with marked_timer("gen", timing_raw):
+                for lot, last in feed.lots(batch):
+                    self._stale |= _stale_samples(lot)
+                    advantages, _ = self._advantages(lot, "none" if deferred else norm)
+                    outcome.advantages |= advantages
+                    samples = [sample for result in lot for sample in result.group.samples]
+                    calls = self._accumulate(samples, advantages, last=last, before=len(members) * self.plan.n)
+                    feed.sent(lot, calls)
+                    members += lot
+                    refs += calls
+            outcome.groups += members
             with marked_timer("update_actor", timing_raw):
                 doing = "training the fragments of a logical batch"
                 if not self._fitted(self._get(refs, doing, outcome), outcome):
@@ -231,14 +237,15 @@ class TrainingStep:
         refs = self.ranks.call("begin", plan.cells_per_batch, plan.on_policy, clamped)
         self._get(refs, "opening a transaction")
 
-    def _accumulate(self, samples, advantages, *, last: bool, rotate: int = 0) -> list:
+    def _accumulate(self, samples, advantages, *, last: bool, before: int = 0) -> list:
+        """Have some samples trained; ``before`` samples of the logical batch were sent already."""
         fragment = TrainFragment(
             samples=tuple(samples),
             transitions=self.plan.transitions,
             advantages={sample: advantages[sample] for sample in samples},
             stale=self._stale.intersection(samples),
             max_cells=self.tile_size.cells,
-            rotate=rotate,
+            rotate=before * (self.plan.transitions if self.plan.digen.tsp.enable else 1) % self.plan.trainer_ranks,
             last=last,
         )
         return self.ranks.call("accumulate", fragment)

@@ -278,7 +278,7 @@ class DigenTrainer(PPOTrainer):
         groups, ahead = self._groups_of_step(self.global_steps), []
         if self.plan.digen.tcss.enable and self.global_steps < self.total_training_steps:
             ahead = self._groups_of_step(self.global_steps + 1)
-        runner = TrainingStep(self.plan, self.ranks, self.agent_loop_manager, self.tile_size)
+        runner = TrainingStep(self.plan, self.ranks, self.agent_loop_manager, self.tile_size, self.measured)
         self.outcome = runner.run(
             groups,
             version=self.fleet.version,

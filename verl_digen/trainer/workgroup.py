@@ -7,7 +7,9 @@ submitted to all ranks, and nobody else calls ``.remote`` on a training rank. An
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -50,6 +52,17 @@ class TrainerGroup:
     def get(self, refs: list[ray.ObjectRef], doing: str, deadline: Deadline) -> list[Any]:
         """The answers; see :func:`verl_digen.sync.calls.results`."""
         return results(refs, f"{doing} on {len(self.workers)} ranks", deadline)
+
+    def when_done(self, refs: list[ray.ObjectRef], then: Callable[[], Any]) -> None:
+        """Call ``then`` once all answers are there, good or bad; from another thread."""
+        left = itertools.count(len(refs) - 1, -1)
+
+        def answered(_) -> None:
+            if next(left) == 0:
+                then()
+
+        for ref in refs:
+            ref.future().add_done_callback(answered)
 
     def _once(self, value: Any) -> Any:
         small = isinstance(value, (*_SMALL, ray.ObjectRef)) or len(self.workers) == 1
