@@ -132,6 +132,10 @@ def test_weights_after_three_steps(one, request, references, tuning, placed, cas
     assert noise_of(run) == noise  # I1: a sample is the same sample wherever it was generated
     assert [s["reward/mean"] for s in steps] == pytest.approx(rewards, rel=1e-9)
     for step in steps:
+        if (
+            order is not None and run.trainer.plan.prompts_per_batch > 3
+        ):  # they are all there while the first is trained
+            assert step["perf/groups_at_once"] > 1
         assert step["staleness/max"] == 0
         if run.trainer.plan.on_policy:  # the second of two logical batches meets weights that have moved
             assert step["actor/log_prob_gap_max"] <= 1e-9

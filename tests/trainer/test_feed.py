@@ -102,9 +102,10 @@ def test_less_than_a_round_is_sent_just_before_the_running_lot_ends(monkeypatch)
 
 
 def test_a_free_trainer_waits_for_groups_that_come_soon_enough(monkeypatch):
-    world = World([0, 1, 2, 3, 4, 5, 6, 7], tick=0.25, arrivals=[0.5])
+    world = World([0, 1, 2, 3, 4, 5, 6, 7], tick=0.25, arrivals=[0.25, 0.5, 0.75])
     found = lots_of(world, monkeypatch, costs=measured(4.0, 0.1), max_cells=12)  # a round holds four groups
-    assert found[0] == ([0, 1, 2, 3], False) and world.asked
+    assert found[0] == ([0, 1, 2, 3], False)
+    assert len(world.asked) == 1  # one forecast for a lot
     eager = World([0, 1, ANSWER, 2, 3, 4, 5, 6, 7], arrivals=[100.0])
     assert lots_of(eager, monkeypatch, costs=measured(4.0, 0.1), max_cells=12)[0] == ([0], False)
 

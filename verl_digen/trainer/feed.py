@@ -56,6 +56,7 @@ class Feed:
         self._ends = -math.inf
         self._waiting_since: float | None = None
         self._asked: tuple[int, float] | None = None
+        self._expected: list[float] = []
 
     def lots(self, batch: Sequence[PromptGroup]) -> Iterator[tuple[list[GroupResult], bool]]:
         """The lots of a logical batch, and whether it is the last; call :meth:`sent` for each before the next.
@@ -70,6 +71,7 @@ class Feed:
             found = [uid for uid in self._early if uid in missing]
             ready += [self._early.pop(uid) for uid in found]
             missing.difference_update(found)
+            del self._expected[: len(found)]
             take = self._take(len(ready), missing)
             if take.count:
                 lot, ready = ready[: take.count], ready[take.count :]
@@ -115,12 +117,13 @@ class Feed:
         if self.profile is None:
             return Take(ready)
         now = time.monotonic()
-        if self._waiting_since is None:
+        if self._waiting_since is None:  # the forecast is made once for a lot
             self._waiting_since = now
-        arrivals = [math.inf]  # of the missing ones nothing is known, or they did not come
+            soon = self.manager.arrivals(missing, self.profile, self._train_s(ready)) if ready < full else []
+            self._expected = [now + seconds for seconds in soon]
         in_vain = self._asked is not None and self._asked[0] == ready and now >= self._asked[1]
-        if ready < full and not in_vain:
-            arrivals = self.manager.arrivals(missing, self.profile, self._train_s(ready)) or arrivals
+        expected = [] if in_vain else self._expected
+        arrivals = [time - now for time in expected] or [math.inf]  # of the missing ones nothing is known
         take = groups_to_train(ready, arrivals, self._train_s, full=full, waited_s=now - self._waiting_since)
         self._asked = (ready, now + take.wait_s)
         return take
