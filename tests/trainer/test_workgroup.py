@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -79,3 +80,14 @@ def test_what_is_not_done_in_time_is_named(monkeypatch):
     group = TrainerGroup([Rank(), Rank()])
     with pytest.raises(TimeoutError, match=r"opening a transaction on 2 ranks took longer than 5 s .*train_timeout_s"):
         group.get(group.call("begin"), "opening a transaction", Deadline(5, "train_timeout_s"))
+
+
+def test_the_last_answer_good_or_bad_ends_a_call():
+    futures, told = [Future() for _ in range(3)], []
+    refs = [SimpleNamespace(future=lambda future=future: future) for future in futures]
+    TrainerGroup([]).when_done(refs, lambda: told.append("done"))
+    futures[2].set_result(1)
+    futures[0].set_exception(RuntimeError("a rank died"))
+    assert not told
+    futures[1].set_result(2)
+    assert told == ["done"]
