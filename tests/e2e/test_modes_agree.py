@@ -18,7 +18,7 @@ FRAGMENT = "trainer.v1.digen.gap.fragment_size="
 CELLS = "trainer.v1.digen.tsp.max_cells="
 
 # A reference module is there from the start, so that the KL can be switched on and off between runs.
-KL_OFF = "actor_rollout_ref.actor.kl_loss_coef=0.0"
+KL_OFF = "actor_rollout_ref.actor.use_kl_loss=false"
 TUNING = {
     "full": ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.5"],
     "lora": [
