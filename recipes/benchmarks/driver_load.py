@@ -22,6 +22,7 @@ import ray
 
 from verl_digen.config.digen import DigenConfig, GapConfig, TcssConfig, TspConfig
 from verl_digen.config.plan import RunPlan
+from verl_digen.engine.tilesize import TileSize
 from verl_digen.rollout.manager import DiffusionRolloutManager, RolloutPool
 from verl_digen.rollout.requests import FragmentReport, PromptGroup
 from verl_digen.schedule.measure import Measured
@@ -201,7 +202,7 @@ def run(load: Load, steps: int):
     )
     judges = [Judge(load.calls) for _ in range(load.reward_workers)]
     with mock.patch.object(ray, "put", lambda value: value), mock.patch.object(ray, "get", _values):
-        ranks = TrainerGroup([Rank(i, load.calls) for i in range(load.ranks)])
+        ranks = _Ranks([Rank(i, load.calls) for i in range(load.ranks)])
         manager = DiffusionRolloutManager(plan.digen, pool, judges, load.samples)
         try:
             for step in range(steps):
@@ -220,6 +221,13 @@ def run(load: Load, steps: int):
             manager.close()
 
 
+class _Ranks(TrainerGroup):
+    """Its references are values: every call is answered when it is made."""
+
+    def when_done(self, refs, then):
+        then()
+
+
 def _values(refs, timeout=None):
     return list(refs)
 
@@ -227,7 +235,7 @@ def _values(refs, timeout=None):
 def _play(plan: RunPlan, ranks: TrainerGroup, manager, measured: Measured, step: int, groups, ahead) -> None:
     """A step as ``trainer/trainer.py`` runs it, without Ray's part."""
     times, timing = StepTimes(started=time.time()), {}
-    runner = TrainingStep(plan, ranks, manager)
+    runner = TrainingStep(plan, ranks, manager, TileSize("unused", "load", plan.largest_tile), measured)
     outcome = runner.run(groups, version=step, training_step=step + 1, timing_raw=timing, ahead=ahead)
     with manager.publishing(step + 1):
         times.publishes.append((time.time(), time.time()))
