@@ -220,6 +220,19 @@ def test_a_tile_that_does_not_fit_spoils_its_transaction_and_nothing_else(rows, 
     assert same_bits(again, plain)
 
 
+def test_the_first_tile_of_all_may_be_the_one_that_does_not_fit():
+    """Neither the reference nor, before its first forward, the module itself has any state of FSDP2 then."""
+    engine, rows = build_engine(Options(dtype="bfloat16", reference=True)), initial_rows("bfloat16")
+    kl = rule(loss={"kl_beta": 1.0})
+    enough = run_out_of_memory(engine, 3, "forward")
+    transaction = open_transaction(engine, kl)
+    accumulate(transaction, rows, last=True)
+    enough()
+    assert transaction.too_large == 8
+    transaction.abort()
+    assert one_step(engine, kl, rows)["kl"] == 0.0
+
+
 def test_a_cell_that_does_not_fit_is_an_error(rows):
     engine = build_engine(Options())
 

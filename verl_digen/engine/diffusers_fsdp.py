@@ -11,6 +11,8 @@ wrapped at all.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -30,6 +32,9 @@ from verl_digen.models.family import family_for
 from verl_digen.models.lora import REFERENCE, add_lora, add_reference_adapter, reference_adapter
 from verl_digen.models.precision import computed_in, fp32_modules, settle
 from verl_digen.platform.memory import release_cached
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -260,8 +265,12 @@ class DiffusersFSDPEngine(FSDPEngine):
     def reset(self) -> None:
         """After an exception inside a tile: the modules are ready for another one, as far as this torch can do that."""
         for root in (self.module, self.reference):
-            if isinstance(root, FSDPModule) and hasattr(root, "reset_iter_state"):
+            if not isinstance(root, FSDPModule) or not hasattr(root, "reset_iter_state"):
+                continue
+            try:
                 root.reset_iter_state()
+            except AttributeError:  # FSDP2 makes this state in the first forward: nothing to reset before it
+                logger.debug("%s has not been run yet", type(root).__name__)
 
     # ---- parameters that stay whole between tiles ----------------------------------------------------------
 
