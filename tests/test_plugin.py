@@ -17,7 +17,9 @@ import pytest
 
 from verl_digen import plugin
 from verl_digen.cli import doctor
+from verl_digen.shipped import shipped
 
+OURS = ["pkg://verl_digen.config", f"file://{shipped('recipes')}"]
 PROBE = """
 import importlib, json, os, sys
 
@@ -139,13 +141,13 @@ def test_names_of_veRL_are_untouched_and_only_ours_are_new(with_plugin, bare):
 @pytest.mark.slow
 def test_text_training_composes_the_same_configuration(with_plugin, bare):
     assert with_plugin["composed"] == bare["composed"]
-    assert [path for path in with_plugin["paths"] if path != "pkg://verl_digen.config"] == bare["paths"]
+    assert [path for path in with_plugin["paths"] if path not in OURS] == bare["paths"]
 
 
 @pytest.mark.slow
 def test_our_groups_are_on_hydras_search_path_behind_everything_else(with_plugin):
     paths = [path for path in with_plugin["paths"] if path is not None and path.startswith(("pkg://", "file://"))]
-    assert paths[-1] == "pkg://verl_digen.config"
+    assert paths[-2:] == OURS
 
 
 @pytest.mark.slow

@@ -124,6 +124,7 @@ class Rank:
             "ended": self.busy_until,
             "rank": rank,
             "rounds": 1,
+            "too_large": 0,
             "tile_times": [(started, self.busy_until, 12)],
         }
 
@@ -195,7 +196,7 @@ def run(load: Load, steps: int):
     plan, process, measured = load.plan(), psutil.Process(), Measured()
     pool = RolloutPool(
         replicas=[Replica(f"replica{i}", load.calls) for i in range(load.replicas)],
-        restart=None,
+        replace=None,
         expected={"train": {}, "validation": {}},
         reward_restart=None,
         ledger=StaleLedger(load.groups, plan.max_stale_ratio),

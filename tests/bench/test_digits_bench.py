@@ -159,7 +159,8 @@ def test_command_prints_a_table_or_json(tmp_path, monkeypatch, capsys, as_json):
         row = found["rows"][1]
         assert row["ratio_to_floor"] == 1.25 and found["samples_per_step"] == 40
         # 10 groups of 4: a group takes 10 steps of 4 ms to generate and 9 tiles of 12 ms to train, one after another
-        assert row["bound_s"] <= row["predicted_s"] == pytest.approx(0.04 + 10 * 9 * 0.012)
+        assert row["predicted_s"] == pytest.approx(0.04 + 10 * 9 * 0.012)
+        assert row["bound_s"] <= row["predicted_s"] * (1 + 1e-9)
         assert row["deviation"] == pytest.approx(2.5 / row["predicted_s"] - 1)
     else:
         assert "1.250" in printed.out and "drift 0.0%" in printed.out
@@ -207,7 +208,7 @@ def test_watch_follows_the_log_and_measures(tmp_path):
     )
     assert lines == ["0", "1", "2"]
     assert len(seen.arrivals) == 3 and seen.arrivals == sorted(seen.arrivals) and seen.arrivals[0] > seen.started
-    assert seen.memory_mb["other"] > 1 and seen.processes["other"] == 1
+    assert seen.memory_mb["other"] > 0 and seen.processes["other"] == 1
 
 
 def test_a_failed_run_shows_its_last_lines_and_leaves_no_process(tmp_path, monkeypatch):

@@ -37,6 +37,7 @@ main()
 def launch(cwd: Path, recipes: Path, *overrides: str, devices: str) -> dict:
     verl = Path(find_spec("verl").submodule_search_locations[0]) / "trainer" / "config"
     command = [sys.executable, "-c", MAIN, str(verl), "--config-dir", str(recipes), "--config-name", "digits"]
+    command.append("~hydra.callbacks.digen_check")  # it would look for the model
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices}
     ended = subprocess.run(
         [*command, *overrides], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
