@@ -107,7 +107,7 @@ def _reset(worker, rule, digen) -> None:
     for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     worker.rule, worker.digen = rule, digen
-    worker.transaction = None
+    worker.transaction, worker._published = None, (-1, False, 0)
 
 
 def _rebuild(worker, model_config, actor_config, rule, digen, with_reference: bool):
@@ -249,6 +249,12 @@ class Run:
             trainer.load_engines(resumed)
         trainer.tile_size = trainer._tile_size()
         trainer.on_init_end()  # publishes the weights
+        return self
+
+    def afresh(self) -> Run:
+        """Begin at step 0 again with the weights that are there, also after a run that an error ended."""
+        self.trainer.global_steps = 0
+        self.manager.begin(self.trainer.plan.digen, self.trainer.plan.n, self.trainer.get_llm_client().ledger)
         return self
 
     def shorten_memory(self, rank: int, cells: int | None, where: str = "forward") -> None:

@@ -37,13 +37,13 @@ def test_a_bad_reward_ends_the_run_and_is_named(one, tmp_path):
     )
     for behaviour, expected in (("raises", "the judge is out"), ("nan", "nan"), ("hangs", "timed out")):
         (tmp_path / "behaviour").write_text(behaviour)
-        run.trainer.global_steps = 0
+        run.afresh()
         with pytest.raises(RuntimeError, match=expected) as caught:
             run.fit()
         assert "sample" in str(caught.value) and "max_retries=1" in str(caught.value)
     # the workers are whole: with a sound reward the same trainer goes on
     (tmp_path / "behaviour").write_text("0.5")
-    run.trainer.global_steps = 0
+    run.afresh()
     run.fit()
     assert run.steps()[0]["reward/extra/reward/custom"] == 0.5
 

@@ -288,6 +288,12 @@ class DiffusionActorWorker(RolloutRole, WeightEnd, TrainingWorker):
         """
         if self.transaction is not None:
             return self._republish(global_steps, averaged, place)
+        version, _, commits = self._published
+        if global_steps == version and commits != self._commits:
+            raise TransactionError(
+                f"version {version} cannot be published again: {self._commits - commits} commit(s) have changed the "
+                "weights since, and no replica holds them any more"
+            )
         context = self.engine.averaged_weights() if averaged else nullcontext()
         with self.engine.eval_mode(), context, torch.no_grad():
             sent = self._publish(global_steps, place)
