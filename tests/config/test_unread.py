@@ -24,6 +24,7 @@ UNREAD = {
     "data.max_prompt_length=7": "data.max_prompt_length",
     "actor_rollout_ref.rollout.temperature=0.5": "actor_rollout_ref.rollout.temperature",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "critic.enable=true": "critic.enable",
     "algorithm.gamma=0.9": "algorithm.gamma",
     "algorithm.norm_adv_by_std_in_grpo=false": "algorithm.norm_adv_by_std_in_grpo",
     "reward.reward_model.enable=true": "reward.reward_model.enable",

@@ -17,8 +17,10 @@ from verl_digen.models.parts import read_config
 class QwenImageFamily(PackedImageFamily):
     """``QwenImagePipeline``. Latents [C, H/8, W/8].
 
-    Conditions: ``prompt_embeds`` [L, D] and ``prompt_embeds_mask`` [L] with the prompt's own number of tokens L (at
-    most ``max_sequence_length``); a batch is padded to its longest prompt, and the mask keeps the padding out.
+    Conditions: ``prompt_embeds`` [L, D] and ``prompt_embeds_mask`` [L] with the prompt's own number of tokens (at most
+    ``max_sequence_length``), padded to a multiple of ``length_multiple``; a batch is padded to its longest prompt, and
+    the mask keeps the padding out. Prompts of about the same length so have one shape wherever they are batched, and
+    bf16 rounds the same in rollout and training.
     """
 
     name = "qwen_image"
@@ -39,6 +41,7 @@ class QwenImageFamily(PackedImageFamily):
     )
     conditioner_parts = ("tokenizer", "text_encoder", "vae")
     max_sequence_length = 512  # the pipeline's default
+    length_multiple = 64
     trained_side = 1328
 
     def load_conditioner(self) -> None:
@@ -56,7 +59,11 @@ class QwenImageFamily(PackedImageFamily):
         )
         # without padding the pipeline gives no mask
         mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device) if mask is None else mask.bool()
-        return {"prompt_embeds": embeds[0], "prompt_embeds_mask": mask[0]}
+        padding = -embeds.shape[1] % self.length_multiple
+        return {
+            "prompt_embeds": torch.nn.functional.pad(embeds[0], (0, 0, 0, padding)),
+            "prompt_embeds_mask": torch.nn.functional.pad(mask[0], (0, padding)),
+        }
 
     def _forward(
         self, transformer: nn.Module, x: Tensor, timestep: Tensor, cond: dict[str, Tensor], guidance: Guidance
