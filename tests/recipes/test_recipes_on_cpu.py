@@ -112,6 +112,18 @@ def test_recipe_fits_its_published_model(name, filled):
     assert sampling.height % 16 == 0 and sampling.width % 16 == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_main_ppo_would_start_the_recipe_in_tiny(name, files):
+    """All checks that come before Ray, on the configuration as Hydra hands it over: with its interpolations."""
+    from verl_digen.trainer.check import check_run
+
+    config = copy.deepcopy(composed(name, "+scale=tiny"))
+    for key, path in files.items():
+        config.recipe[key] = str(path / family_of(name) if key == "model_dir" else path)
+    assert dict(check_run(config))["mode"].startswith(config.trainer.v1.digen.placement)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_recipe_is_accepted_in_tiny(name, filled):
     """`+scale=tiny` changes sizes and devices, and nothing of the algorithm."""

@@ -39,6 +39,7 @@ def check_run(config: DictConfig) -> list[tuple[str, str]]:
         raise ValueError(f"the recipe needs a value for {', '.join(sorted(missing))}: give them as NAME=VALUE")
     config = copy.deepcopy(config)
     check_unread(config)  # these two before veRL is imported, which takes seconds
+    OmegaConf.resolve(config)
     resolve_plan(config)
 
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -51,7 +52,6 @@ def check_run(config: DictConfig) -> list[tuple[str, str]]:
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     with open_dict(config):
         config.transfer_queue.enable = True
-    OmegaConf.resolve(config)
     trainer = DigenTrainer(config)
     trainer.check()
     return trainer.plan_rows()
